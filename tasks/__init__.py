@@ -1,13 +1,13 @@
 """Training, evaluation and prediction with PyTorch Lightning.
 
-The modules of the tasks are Lightning's, for a program of one's own:
+The tasks' Lightning modules also work in a program of your own:
 
     keys = ImageDataKeys(name="digits", source="digits", img_size=8, in_chans=1)
     data = ImageDataModule(keys, batch_size=64)
     module = ImageClassifier(model, num_classes=10, training=Training(learning_rate=2e-3))
     Trainer(max_epochs=3).fit(module, datamodule=data)
 
-The names below are also what a plug-in takes for a task of its own (see docs/pages/task.md).
+Plug-ins build tasks of their own from the names below (see docs/pages/task.md).
 """
 
 from __future__ import annotations
@@ -16,87 +16,59 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from longseq.tasks.config import Keys, TaskKeys, key
-    from longseq.tasks.data.info import Info
-    from longseq.tasks.data.module import SampleData
-    from longseq.tasks.document.config import DocumentInfo
-    from longseq.tasks.document.module import DocumentTask
-    from longseq.tasks.image.config import ImageDataKeys
-    from longseq.tasks.image.data import ImageDataModule
-    from longseq.tasks.image.info import DataInfo
-    from longseq.tasks.image.module import ImageClassifier
-    from longseq.tasks.lm.data import LanguageModelData
-    from longseq.tasks.lm.module import LanguageModelTask
-    from longseq.tasks.probe.config import ProbeDataKeys
-    from longseq.tasks.probe.data import ProbeDataModule
-    from longseq.tasks.probe.module import ProbeTask
-    from longseq.tasks.registry import Task
-    from longseq.tasks.report import Report
-    from longseq.tasks.text.tokenizer import TextInfo
-    from longseq.tasks.training.metrics import MeanLoss, MeanScore
-    from longseq.tasks.training.module import TrainedModule
-    from longseq.tasks.training.recipe import Training
-    from longseq.tasks.training.schedule import RunLength
-    from longseq.tasks.training.token_model import TokenModel, build_token_model
+    from longseq.tasks.config import Keys as Keys
+    from longseq.tasks.config import TaskKeys as TaskKeys
+    from longseq.tasks.config import key as key
+    from longseq.tasks.data.info import Info as Info
+    from longseq.tasks.data.module import SampleData as SampleData
+    from longseq.tasks.document.config import DocumentInfo as DocumentInfo
+    from longseq.tasks.document.module import DocumentTask as DocumentTask
+    from longseq.tasks.image.config import ImageDataKeys as ImageDataKeys
+    from longseq.tasks.image.data import ImageDataModule as ImageDataModule
+    from longseq.tasks.image.info import DataInfo as DataInfo
+    from longseq.tasks.image.module import ImageClassifier as ImageClassifier
+    from longseq.tasks.lm.data import LanguageModelData as LanguageModelData
+    from longseq.tasks.lm.module import LanguageModelTask as LanguageModelTask
+    from longseq.tasks.probe.config import ProbeDataKeys as ProbeDataKeys
+    from longseq.tasks.probe.data import ProbeDataModule as ProbeDataModule
+    from longseq.tasks.probe.module import ProbeTask as ProbeTask
+    from longseq.tasks.registry import Task as Task
+    from longseq.tasks.report import Report as Report
+    from longseq.tasks.text.tokenizer import TextInfo as TextInfo
+    from longseq.tasks.training.metrics import MeanLoss as MeanLoss
+    from longseq.tasks.training.metrics import MeanScore as MeanScore
+    from longseq.tasks.training.module import TrainedModule as TrainedModule
+    from longseq.tasks.training.recipe import Training as Training
+    from longseq.tasks.training.schedule import RunLength as RunLength
+    from longseq.tasks.training.token_model import TokenModel as TokenModel
+    from longseq.tasks.training.token_model import build_token_model as build_token_model
 
-__all__ = [
-    "DataInfo",
-    "DocumentInfo",
-    "DocumentTask",
-    "ImageClassifier",
-    "ImageDataKeys",
-    "ImageDataModule",
-    "Info",
-    "Keys",
-    "LanguageModelData",
-    "LanguageModelTask",
-    "MeanLoss",
-    "MeanScore",
-    "ProbeDataKeys",
-    "ProbeDataModule",
-    "ProbeTask",
-    "Report",
-    "RunLength",
-    "SampleData",
-    "Task",
-    "TaskKeys",
-    "TextInfo",
-    "TokenModel",
-    "TrainedModule",
-    "Training",
-    "build_token_model",
-    "key",
-]
-
-# Imported on first use: a module below this package must not wait for all tasks.
-_MODULES = {
-    "DataInfo": "image.info",
-    "DocumentInfo": "document.config",
-    "DocumentTask": "document.module",
-    "ImageClassifier": "image.module",
-    "ImageDataKeys": "image.config",
-    "ImageDataModule": "image.data",
-    "Info": "data.info",
-    "Keys": "config",
-    "LanguageModelData": "lm.data",
-    "LanguageModelTask": "lm.module",
-    "MeanLoss": "training.metrics",
-    "MeanScore": "training.metrics",
-    "ProbeDataKeys": "probe.config",
-    "ProbeDataModule": "probe.data",
-    "ProbeTask": "probe.module",
-    "Report": "report",
-    "RunLength": "training.schedule",
-    "SampleData": "data.module",
-    "Task": "registry",
-    "TaskKeys": "config",
-    "TextInfo": "text.tokenizer",
-    "TokenModel": "training.token_model",
-    "TrainedModule": "training.module",
-    "Training": "training.recipe",
-    "build_token_model": "training.token_model",
-    "key": "config",
+# The public names of each module. They are imported on first use: a module of one task need not wait for the others.
+_NAMES = {
+    "config": ("Keys", "TaskKeys", "key"),
+    "data.info": ("Info",),
+    "data.module": ("SampleData",),
+    "document.config": ("DocumentInfo",),
+    "document.module": ("DocumentTask",),
+    "image.config": ("ImageDataKeys",),
+    "image.data": ("ImageDataModule",),
+    "image.info": ("DataInfo",),
+    "image.module": ("ImageClassifier",),
+    "lm.data": ("LanguageModelData",),
+    "lm.module": ("LanguageModelTask",),
+    "probe.config": ("ProbeDataKeys",),
+    "probe.data": ("ProbeDataModule",),
+    "probe.module": ("ProbeTask",),
+    "registry": ("Task",),
+    "report": ("Report",),
+    "text.tokenizer": ("TextInfo",),
+    "training.schedule": ("RunLength",),
+    "training.metrics": ("MeanLoss", "MeanScore"),
+    "training.module": ("TrainedModule",),
+    "training.recipe": ("Training",),
+    "training.token_model": ("TokenModel", "build_token_model"),
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""The circumstances of a measurement: commit, date, processor, GPU and versions."""
+"""The machine: the device of a command, and the circumstances of a measurement."""
 
 from __future__ import annotations
 
@@ -14,32 +14,42 @@ from typing import Any
 import torch
 
 PACKAGES = ("torch", "triton", "timm", "lightning", "flash-linear-attention", "mamba-ssm", "transformers")
-COMMIT_VARIABLE = "GIT_COMMIT"  # for sources without git: the commit, as `git log -1 --format='%h %cI'` prints it
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of a name; `auto` is the first GPU, or the CPU without one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(name)
 
 
 def find_circumstances(device: torch.device) -> dict[str, Any]:
-    """Commit, date, processor, GPU (of a CUDA device) and versions. `commit` is None if it is unknown."""
+    """Commit (None if unknown), date, processor, GPU (of a CUDA device) and versions of Python and of PACKAGES."""
     found: dict[str, Any] = {
         "commit": find_commit(),
         "date": datetime.date.today().isoformat(),
-        "processor": f"{name_processor()}, {os.cpu_count()} cores",
+        "processor": f"{_processor()}, {os.cpu_count()} cores",
     }
     if device.type == "cuda":
         found["gpu"] = torch.cuda.get_device_name(device)
-    return found | {"versions": find_versions()}
+    versions = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {**found, "versions": versions}
 
 
 def find_commit() -> str | None:
     """The commit of these sources and its time; "+" follows the hash if files differ from the commit."""
-    if told := os.environ.get(COMMIT_VARIABLE):
-        return told
     here = Path(__file__).resolve()
-    # A file that git does not track belongs to another repository: an installed package inside a project.
+    # An untracked file is part of an installed package inside another repository.
     if _git(here.parent, "ls-files", "--error-unmatch", here.name) is None:
         return None
-    told = _git(here.parent, "log", "-1", "--format=%h %cI")
+    commit = _git(here.parent, "log", "-1", "--format=%h %cI")
     changed = _git(here.parent, "status", "--porcelain", "--untracked-files=no")
-    return told.replace(" ", "+ ", 1) if told and changed else told
+    return commit.replace(" ", "+ ", 1) if commit and changed else commit
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
@@ -50,8 +60,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def name_processor() -> str:
-    """The processor's model, if the system reports it."""
+def _processor() -> str:
     file = Path("/proc/cpuinfo")
     for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
         if line.startswith("model name"):
@@ -59,24 +68,13 @@ def name_processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def find_versions() -> dict[str, str]:
-    """The installed versions of the packages that affect speed."""
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
 def describe(measured: Mapping[str, Any]) -> str:
-    """One line with the results of `find_circumstances`."""
+    """The results of `find_circumstances` in one line."""
     versions = ", ".join(f"{name} {version}" for name, version in measured["versions"].items())
     parts = [measured.get("gpu"), measured.get("processor") or "a processor whose model was not recorded"]
     if (threads := measured.get("threads")) is not None:
         parts.append("1 thread" if threads == 1 else f"{threads} threads")
-    if "recorded" in measured:  # measurements from before commits were recorded
+    if "recorded" in measured:  # measured before commits were recorded
         commit = f"recorded in commit {measured['recorded'].split()[0]}"
     else:
         commit = f"commit {(measured['commit'] or 'unknown').split()[0]}"

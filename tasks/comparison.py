@@ -11,15 +11,14 @@ from typing import Any
 from longseq.tasks.circumstances import describe
 
 Row = Mapping[str, Any]
-SIDE_BY_SIDE = 0.3  # width over which the rows of a column are spread in a plot, in units of the column distance
+SIDE_BY_SIDE = 0.3  # the width over which a plot spreads the rows of a column, in units of the column distance
 
 
 def summarize(rows: Sequence[Row], report: str, selected_by: str, others: Collection[str] = ()) -> list[dict[str, Any]]:
     """For each row and setting, the learning rate with the best mean of `selected_by`, and its metrics over the seeds.
 
     A rate at which a run failed loses to one at which more runs finished. `metrics` holds mean, standard deviation
-    (None for one seed) and number of runs for `report` and its slices, whose names begin with that of `report`.
-    `others` are metrics with such a name that are no slices.
+    (None for one seed) and number of runs for `report` and its slices, which are the metrics REPORT_* except `others`.
 
     Raises:
         ValueError: there are several rates, and the metrics do not state which values of `selected_by` are better.
@@ -42,7 +41,7 @@ def _best(group: Sequence[Row], report: str, selected_by: str, others: Collectio
 
     def merit(rate: Any) -> tuple[int, float]:
         values = [sign * metrics.get(selected_by, nan) for metrics in finished[rate]]
-        # NaN is neither lower nor higher than a number, so that the first rate with one would stay the best.
+        # `max` would keep a first rate of NaN.
         return len(values), -inf if not values or any(map(isnan, values)) else fmean(values)
 
     rate = max(finished, key=merit)
@@ -63,25 +62,25 @@ def _best(group: Sequence[Row], report: str, selected_by: str, others: Collectio
 
 
 def is_higher_better(found: Sequence[Row], metric: str) -> bool | None:
-    """Whether higher values of a metric are better, as the metrics of finished runs state; None if they do not."""
+    """Whether higher values of a metric are better, by the metrics of finished runs; None if they do not state it."""
     stated = {metrics.get("higher_is_better", {}).get(metric) for metrics in found} - {None}
     return stated.pop() if len(stated) == 1 else None
 
 
 def _spread(values: Sequence[float]) -> dict[str, Any]:
-    # stdev fails for infinity, such as a perplexity beyond all numbers
+    # stdev fails for infinity, such as an overflowing perplexity
     deviation = (round(stdev(values), 6) if all(map(isfinite, values)) else nan) if len(values) > 1 else None
     return {"mean": round(fmean(values), 6), "std": deviation, "runs": len(values)}
 
 
 def columns(results: Mapping[str, Any]) -> list[tuple[str, dict[str, Any], str]]:
-    """The columns of the table: heading, setting and metric; first the whole test, then each of several slices."""
+    """Heading, setting and metric of each column: the whole test, then each of several slices."""
     found: list[tuple[str, dict[str, Any], str]] = []
     report = results["report"]
     measured = [entry["setting"] for entry in results["summary"] if entry["metrics"]]
     for entry in results["summary"]:
         if not entry["metrics"] and entry["setting"] in measured:
-            continue  # rows that have finished name the slices
+            continue  # the slices are named by finished rows
         slices = [key for key in entry["metrics"] if key != report]
         whole = [report] if report in entry["metrics"] or not slices else []
         if whole and len(slices) == 1:
@@ -96,7 +95,7 @@ def columns(results: Mapping[str, Any]) -> list[tuple[str, dict[str, Any], str]]
 
 
 def table(results: Mapping[str, Any]) -> list[list[str]]:
-    """The heading and rows of the table; a cell is the mean over the seeds, with the standard deviation of several."""
+    """The heading and rows of the table: means over the seeds, with the standard deviation of several."""
     shown = columns(results)
     rows = [["model", *(heading for heading, _, _ in shown)]]
     for name in _names(results):
@@ -109,7 +108,7 @@ def _names(results: Mapping[str, Any]) -> list[str]:
 
 
 def _entry(results: Mapping[str, Any], name: str, setting: Mapping[str, Any]) -> Row:
-    """The summary of a row and setting; one without metrics if there is none."""
+    """The summary of a row and setting; without metrics if it was not measured."""
     entries = (entry for entry in results["summary"] if entry["name"] == name and entry["setting"] == setting)
     return next(entries, {"metrics": {}})
 
@@ -117,7 +116,7 @@ def _entry(results: Mapping[str, Any], name: str, setting: Mapping[str, Any]) ->
 def _cell(entry: Row, metric: str) -> str:
     value = entry["metrics"].get(metric)
     if value is None:
-        # A finished run may lack a slice that its test does not have, such as documents of a length.
+        # The test of a finished run may lack a slice, such as documents of a length.
         return "" if entry["metrics"] or entry.get("finished") else "failed"
     return f"{value['mean']:.3f}" + ("" if value["std"] is None else f" ± {value['std']:.3f}")
 
@@ -160,8 +159,7 @@ def plot(results: Mapping[str, Any], path: Path) -> None:
     if len(shown) == 1:
         found = [row["metrics"] for row in results["rows"] if "metrics" in row]
         known = {name: listed[0] for name, listed in values.items() if listed[0] is not None}
-        # The best value is on top.
-        descends = is_higher_better(found, results["report"]) is False
+        descends = is_higher_better(found, results["report"]) is False  # the best value is on top
         ordered = sorted(known, key=lambda name: known[name]["mean"], reverse=descends)
         means = [known[name]["mean"] for name in ordered]
         axes.barh(ordered, means, xerr=[known[name]["std"] or 0.0 for name in ordered])
@@ -178,7 +176,7 @@ def plot(results: Mapping[str, Any], path: Path) -> None:
 
 
 def _draw_lines(axes: Any, values: Mapping[str, Sequence[Row | None]]) -> None:
-    """Draw a line for each row. Where there are deviations, rows stand side by side, so that each can be read."""
+    """Draw a line for each row; rows with standard deviations are shifted, so that their bars do not overlap."""
     styles = ("-", "--", ":")
     spread = any(value is not None and value["std"] for listed in values.values() for value in listed)
     apart = SIDE_BY_SIDE / len(values) if spread else 0.0

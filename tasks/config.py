@@ -1,8 +1,9 @@
 """The keys of every command, each declared once: type, range, default and a line of help.
 
-Hydra composes a configuration from the files in conf and from the command line, and starts with the defaults that
-stand here (`store_defaults`). `read` checks the result against a class of keys. `longseq VERB --help` and the reference
-page are made from the same classes. Keys that only one task has stand in `longseq.tasks.TASK.config`.
+Hydra composes a configuration from the defaults here (see `longseq.conf.store_defaults`), the files in conf and the
+command line. `read` checks the result against a class of keys. `longseq VERB --help` and the reference page are made
+from the same classes. `longseq.tasks.TASK.config` has the keys of one task, `longseq.tasks.commands` the keys of
+the other commands.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from pydantic import (
     ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
-    TypeAdapter,
     ValidationError,
     create_model,
     model_serializer,
@@ -28,35 +28,36 @@ T = TypeVar("T", bound="Keys")
 
 Count = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 # What a threshold is chosen by (see `longseq.tasks.training.metrics.choose_threshold`).
 Criterion = Literal["f1", "balanced_accuracy"]
 
 
 class Keys(BaseModel):
-    """A section of a configuration. It has no other keys than these, and cannot be changed."""
+    """A section of a configuration: unknown keys are errors, and values cannot be changed."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=(), populate_by_name=True
     )
 
     def to_dict(self) -> dict[str, Any]:
-        """The keys as dictionaries and lists, as a file holds them."""
+        """The keys as dictionaries and lists, as in a YAML file."""
         plain: dict[str, Any] = _lists(self.model_dump())
         return plain
 
 
 def _lists(value: Any) -> Any:
-    """The value with lists in place of tuples."""
+    """`value` with lists in place of tuples."""
     if isinstance(value, dict):
         return {name: _lists(one) for name, one in value.items()}
     return [_lists(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 class OpenKeys(Keys):
-    """A section that a class or function with more options reads: other keys pass through to it.
+    """A section that passes other keys through to a class or function.
 
-    Its dictionary has only the keys that were given.
+    `to_dict` has only the keys that were given.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -67,15 +68,15 @@ class OpenKeys(Keys):
 
 
 def key(default: Any, text: str, **limits: Any) -> Any:
-    """A key with its default (`...`: it must be given), its line of help, and pydantic's limits such as `ge=1`."""
+    """A key with its default (`...`: required), its line of help, and pydantic's limits such as `ge=1`."""
     return Field(default, description=text, **limits)
 
 
 def read(cls: type[T], values: Any, place: str = "") -> T:
-    """The keys of a dictionary; `place` is the dotted key of the dictionary.
+    """Check a dictionary against a class of keys; `place` is the dotted key of the dictionary.
 
     Raises:
-        ValueError: an unknown key, a missing one, or a value of another type or outside its range, in one line.
+        ValueError: an unknown or missing key, or a value of the wrong type or out of range.
     """
     try:
         return cls.model_validate(values)
@@ -83,32 +84,22 @@ def read(cls: type[T], values: Any, place: str = "") -> T:
         raise ValueError(describe_error(error, cls, values, place)) from None
 
 
-def read_value(hint: Any, value: Any, place: str) -> Any:
-    """`value`, which must be of the type `hint`. ValueError as for `read`."""
-    try:
-        return TypeAdapter(hint, config=ConfigDict(strict=True)).validate_python(value)
-    except ValidationError as error:
-        raise ValueError(describe_error(error, None, value, place)) from None
-
-
 def read_part(cls: type[Keys], values: Mapping[str, Any], place: str = "") -> dict[str, Any]:
-    """The values of some keys of a section, each checked by itself. ValueError as for `read`."""
+    """Check some keys of a section, without those that are missing. ValueError as for `read`."""
     if unread := [name for name in values if name not in cls.model_fields]:
         raise ValueError(unknown_key(unread[0], list(cls.model_fields), place))
     fields: Any = {name: (field.annotation, field) for name, field in cls.model_fields.items() if name in values}
     return read(create_model("Part", __base__=Keys, **fields), values, place).model_dump(exclude_unset=True)
 
 
-def describe_error(error: ValidationError, cls: type[BaseModel] | None, values: Any, place: str = "") -> str:
-    """The first wrong key of a validation in one line: the key, the value, and what is allowed."""
+def describe_error(error: ValidationError, cls: type[BaseModel], values: Any, place: str = "") -> str:
+    """The first wrong key of a validation in one line: the key, its value, and what is allowed."""
     wrong = error.errors(include_url=False, include_context=False)
     first = next((one for one in wrong if one["type"] == "extra_forbidden"), wrong[0])
     path = _find_path(first["loc"], values) + ([first["loc"][-1]] if first["type"] == "missing" else [])
     name = ".".join(filter(None, [place, *map(str, path)]))
     if first["type"] == "extra_forbidden":
-        return unknown_key(
-            str(path[-1]), _keys_at(cls, path[:-1]), ".".join(filter(None, [place, *map(str, path[:-1])]))
-        )
+        return unknown_key(str(path[-1]), _keys_at(cls, path[:-1]), name.rpartition(".")[0])
     if first["type"] == "missing":
         return f"{name} is missing: give {name}=..."
     allowed = [one["msg"] for one in wrong if _find_path(one["loc"], values) == path]
@@ -119,7 +110,7 @@ def describe_error(error: ValidationError, cls: type[BaseModel] | None, values: 
 
 
 def _find_path(loc: Sequence[Any], values: Any) -> list[Any]:
-    """The keys in the place of an error, which also names the alternatives of types."""
+    """The keys in the location of an error, which also contains the names of types."""
     path = []
     for part in loc:
         if (isinstance(values, Mapping) and part in values) or (isinstance(values, list) and isinstance(part, int)):
@@ -129,7 +120,7 @@ def _find_path(loc: Sequence[Any], values: Any) -> list[Any]:
 
 
 def _keys_at(cls: Any, path: Iterable[Any]) -> list[str]:
-    """The names of the keys of the section at `path` below the class `cls`."""
+    """The keys of the section at `path` below the class `cls`."""
     for part in path:
         field = cls.model_fields.get(part) if _is_section(cls) else None
         cls = next(filter(_is_section, _kinds(field.annotation)), None) if field else None
@@ -158,18 +149,18 @@ def unknown_key(name: str, known: Sequence[str], place: str = "") -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The name in `known` that `name` may be a misspelling of, or None."""
+    """The name in `known` that is most like `name`, or None if none is."""
     return next(iter(difflib.get_close_matches(name, list(known), n=1)), None)
 
 
 def spell(value: Any) -> str:
-    """A value as it is written on the command line, shortened if it is long."""
+    """A value as it is written on the command line, cut after 100 characters."""
     text = "null" if value is None else str(value).lower() if isinstance(value, bool) else " ".join(str(value).split())
     return text if len(text) <= 100 else f"{text[:100]}..."
 
 
 def defaults(cls: type[Keys]) -> dict[str, Any]:
-    """The defaults of a section as a dictionary for Hydra, with `???` for keys that must be given."""
+    """The defaults of a section as a dictionary for Hydra, with `???` for required keys."""
     return {name: _default(field) for name, field in cls.model_fields.items()}
 
 
@@ -211,22 +202,22 @@ class Optimizer(OpenKeys):
     """The keys of `recipe.optimizer`; timm's `create_optimizer_v2` and the optimizer's class have more."""
 
     opt: str = key("adamw", "a name of timm.optim.list_optimizers()")
-    weight_decay: Annotated[float, Field(ge=0)] | None = key(0.0, "the weight decay")
-    layer_decay: Annotated[float, Field(gt=0, le=1)] | None = key(None, "the rate of a layer over that of the next one")
+    weight_decay: NotNegative | None = key(0.0, "the weight decay")
+    layer_decay: Annotated[float, Field(gt=0, le=1)] | None = key(None, "the rate of a layer over the next one's")
     betas: list[Share] | None = key(None, "the decays of the moments")
-    eps: Positive | None = key(None, "what is added to the root of the second moment")
-    momentum: Share = key(0.9, "of SGD and its kin")
+    eps: Positive | None = key(None, "added to the root of the second moment")
+    momentum: Share = key(0.9, "of SGD and similar optimizers")
 
 
 class Schedule(OpenKeys):
     """The keys of `recipe.schedule`; timm's `create_scheduler_v2` has more."""
 
     sched: Literal["cosine", "tanh", "step", "multistep", "poly", "wsd"] = key("cosine", "the shape of the schedule")
-    min_lr: Annotated[float, Field(ge=0)] = key(0.0, "the last learning rate")
-    warmup_lr: Annotated[float, Field(ge=0)] = key(0.0, "the first learning rate of the warm-up")
-    warmup_epochs: Annotated[float, Field(ge=0)] | None = key(None, "the length of the warm-up in epochs")
+    min_lr: NotNegative = key(0.0, "the last learning rate")
+    warmup_lr: NotNegative = key(0.0, "the first learning rate of the warm-up")
+    warmup_epochs: NotNegative | None = key(None, "the length of the warm-up in epochs")
     warmup_updates: Annotated[int, Field(ge=0)] | None = key(None, "or in updates")
-    warmup_tokens: Annotated[float, Field(ge=0)] | None = key(None, "or in tokens")
+    warmup_tokens: NotNegative | None = key(None, "or in tokens")
     step_on_epochs: Literal[False] = key(False, "the learning rate is set after each update")
 
 
@@ -241,7 +232,7 @@ class Recipe(Keys):
     validate_every_updates: Count | None = key(None, "or in updates")
     validate_every_tokens: Annotated[float, Field(ge=1)] | None = key(None, "or in tokens")
     batch_size: Count = key(..., "the samples (or tokens) of an update, over all devices and accumulated batches")
-    learning_rate: Annotated[float, Field(ge=0)] = key(..., "the highest learning rate; find: search it before the run")
+    learning_rate: NotNegative = key(..., "the highest learning rate; find: search it before the run")
     reference_batch_size: Count | None = key(None, "scale the rate linearly from this batch size; null: do not scale")
     optimizer: Optimizer = key(..., "timm's create_optimizer_v2, create_muon, or a registered function")
     schedule: Schedule = key(..., "timm's create_scheduler_v2, or a registered function")
@@ -253,7 +244,7 @@ class Recipe(Keys):
     model: None = key(None, "options of the model that belong to the recipe")
     loss: None = key(None, "options of the loss")
     augment: None = key(None, "random transforms of the samples")
-    chosen: list[str] | None = key(None, "the keys that the run chose itself; a run writes it")
+    chosen: list[str] | None = key(None, "written by a run: the keys that it chose itself")
 
 
 class TrainerKeys(OpenKeys):
@@ -311,7 +302,7 @@ class Train(Command):
     data: Keys = key(..., "the samples")
     recipe: Recipe = key(..., "length, batch, optimizer, schedule and augmentation")
     model: Keys = key(..., "the model around the mixer")
-    mixer: Mixer = key(..., "what reads along the sequence in place of attention")
+    mixer: Mixer = key(..., "the sequence mixer in place of attention")
     scale: Scale = key(..., "width and depth")
     trainer: TrainerKeys = key(..., "devices and precision")
     callbacks: dict[str, dict[str, Any] | None] = key({}, "Lightning callbacks by name; null leaves one out")

@@ -1,4 +1,4 @@
-"""`longseq evaluate`: evaluate a checkpoint on its own data, on other data of its kind, or on each document of text."""
+"""`longseq evaluate`: measure a checkpoint on its own data, on other data of its kind, or on documents one by one."""
 
 import json
 import logging
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 # The batch size if data.eval_batch_size is not given.
 EVALUATION_BATCH = 64
-# Keys of `data` that change how samples are read, and not which ones.
+# Keys of `data` that change how samples are read, but not the samples.
 READING_KEYS = ("img_size", "crop_pct", "eval_batch_size", "num_workers", "on_error", "check")
 
 
@@ -34,7 +34,6 @@ def run(cfg: DictConfig) -> dict[str, float]:
     config = resolve(cfg)
     keys = read(Evaluate, config)
     split, checkpoint = keys.split, keys.checkpoint
-    assert checkpoint is not None
     changes = {key: value for key, value in keys.data.items() if value is not None}
     if keys.input is not None:
         return _evaluate_documents(keys, config, changes)
@@ -44,14 +43,10 @@ def run(cfg: DictConfig) -> dict[str, float]:
     trained = task.data.info_class.from_dict(loaded.data)
     if options := task.model.load_options(trained, changes):
         loaded = checkpoints.load(checkpoint, weights=keys.weights, tasks=registry.names(), **options)
-    output = Path(keys.output or _beside(checkpoint) / f"evaluation_{split}.json")
-    unit = loaded.config.get("task", {}).get("unit", "samples")
-    # A profiler's report stands next to the metrics, and does not replace that of the training.
-    trainer = build_trainer(
-        {**config, "output": output.parent},
-        [UnreadableSamples(unit=unit)],
-        profile=f"profile_{output.stem}",
-    )
+    output = Path(keys.output or _run_folder(checkpoint) / f"evaluation_{split}.json")
+    unreadable = UnreadableSamples(unit=loaded.config.get("task", {}).get("unit", "samples"))
+    # A profiler writes next to the metrics, without replacing the report of the training.
+    trainer = build_trainer({**config, "output": output.parent}, [unreadable], profile=f"profile_{output.stem}")
     datamodule = task.data.for_evaluation(
         loaded.config, changes, split=split, trained=trained, batch_size=EVALUATION_BATCH
     )
@@ -69,8 +64,8 @@ def run(cfg: DictConfig) -> dict[str, float]:
     return metrics
 
 
-def _beside(checkpoint: str) -> Path:
-    """The run folder of a checkpoint; the working folder for one on a hub."""
+def _run_folder(checkpoint: str) -> Path:
+    """The run folder of a checkpoint; the working folder for a model on a hub."""
     if is_on_hub(checkpoint):
         return Path()
     folder = Path(checkpoint).resolve().parent
@@ -81,7 +76,7 @@ def _beside(checkpoint: str) -> Path:
 def _write(
     metrics: dict[str, float], report: Report, module: Any, info: Any, measured: Mapping[str, Any], output: Path
 ) -> None:
-    """Print and write the metrics and what was measured, with the keys of `data` that the command gave."""
+    """Print and write the metrics, and the keys of the command that determine them."""
     split = measured["split"]
     counts = report.counts(module, info, split)
     written = {**counts, **metrics, **report.extras(module, info, split), "evaluated": measured}
@@ -94,16 +89,15 @@ def _write(
 
 
 def _evaluate_documents(keys: Evaluate, config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, float]:
-    """Write the log-probability of each document of `keys.input`; print the sums and return their metrics."""
+    """Write the log-probability of each document of `keys.input`; print the totals and return their metrics."""
     from longseq.tasks.lm.likelihood import score_documents
     from longseq.tasks.text.sources import TEXT, Columns, find_parts
     from longseq.tasks.text.tokenizer import TextInfo
 
-    assert keys.checkpoint is not None
     assert keys.input is not None
     inputs = [keys.input] if isinstance(keys.input, str) else keys.input
     columns = Columns(changes.get("column", TEXT.text), changes.get("prompt_column"))
-    output = Path(keys.output or _beside(keys.checkpoint) / f"evaluation_{Path(inputs[0]).stem}.jsonl")
+    output = Path(keys.output or _run_folder(keys.checkpoint) / f"evaluation_{Path(inputs[0]).stem}.jsonl")
     output.parent.mkdir(parents=True, exist_ok=True)
     trainer = build_trainer(config)
     loaded = checkpoints.load(keys.checkpoint, weights=keys.weights, tasks=["lm"])

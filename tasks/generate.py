@@ -20,32 +20,23 @@ from longseq.files import replacing
 from longseq.kernels.packing import Packing
 from longseq.models import describe
 from longseq.state import fill_state, state_tensors
+from longseq.tasks.circumstances import choose_device
 from longseq.tasks.commands import Generate
 from longseq.tasks.data.sampler import derive_seed
-from longseq.tasks.devices import choose_device
 from longseq.tasks.report import quiet_libraries
 from longseq.tasks.text.tokenizer import StopStrings, TextInfo, TextStream, Tokenizer
 from longseq.tasks.training import checkpoint
 from longseq.tasks.training.configuration import read_command
 from longseq.tasks.training.system import write_text
 
-# The tasks whose models write text.
 TASKS = ("lm",)
 
 Show = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class Request:
-    """A row of a batch: the tokens of the prompt, and the number that seeds its random draws."""
-
-    tokens: list[int]
-    number: int
-
-
 @dataclass
 class Written:
-    """What was written after a prompt, so far; `reason` is length, end or stop, and None until the text ends."""
+    """The text after a prompt, so far; `reason` is length, end or stop, and None until the text ends."""
 
     tokens: list[int]
     text: str = ""
@@ -54,9 +45,8 @@ class Written:
 
 @quiet_libraries()
 def run(cfg: DictConfig) -> list[dict[str, Any]]:
-    """Continue `cfg.prompt`, the prompts of `cfg.input` or the text of `cfg.state`; print and return what is new."""
+    """Continue `cfg.prompt`, the prompts of `cfg.input` or the text of `cfg.state`; print and return the new text."""
     keys = read_command(Generate, cfg)
-    assert keys.checkpoint is not None
     device = choose_device(keys.device)
     prompts = [] if keys.prompt is None else [keys.prompt]
     if keys.input is not None:
@@ -68,7 +58,7 @@ def run(cfg: DictConfig) -> list[dict[str, Any]]:
     if keys.state is not None:
         results = [writer.resume(Path(keys.state), show=_show)]
         print()
-    elif len(prompts) == 1:  # shown while it is written
+    elif len(prompts) == 1:
         _show(prompts[0])
         results = writer.write(prompts, show=_show)
         print()
@@ -91,16 +81,11 @@ def _show(text: str) -> None:
 
 
 def read_prompts(path: Path) -> list[str]:
-    """The prompts of a file.
-
-    A line of a .jsonl or .ndjson file, and an entry of the array in a .json file, is a text or an object with the key
-    `prompt`, which may be empty. Of any other file, each line with text is a prompt.
-    """
+    """The prompts of a file: the texts, or the values of `prompt`, of .jsonl, .ndjson or .json; else each line."""
     # Not splitlines(), which also splits at characters that JSON texts may contain, such as U+2028.
     text = path.read_text(encoding="utf-8-sig")
     lines = [line for line in text.split("\n") if line.strip()]
-    ending = path.suffix.lower()
-    if ending not in (".json", ".jsonl", ".ndjson"):
+    if path.suffix.lower() not in (".json", ".jsonl", ".ndjson"):
         return lines
     rows = json.loads(text) if text.lstrip().startswith("[") else [json.loads(line) for line in lines]
     return [row if isinstance(row, str) else row["prompt"] for row in rows]
@@ -125,105 +110,87 @@ class Writer:
     ) -> list[Written]:
         """Continue each prompt; `show` gets the text of a single one as it is written.
 
-        An empty prompt is continued from the token with which texts begin (`Tokenizer.start`). `numbers` seed the
-        prompts, by default from 0 on.
+        An empty prompt is continued from `Tokenizer.start`. `numbers` seed the prompts, by default from 0 on.
         """
         if self.keys.save_state is not None and len(prompts) > 1:
             raise ValueError("save_state keeps the state of one text: give one prompt")
         numbers = range(len(prompts)) if numbers is None else numbers
-        requests = [Request(self._encode(prompt), number) for number, prompt in zip(numbers, prompts, strict=True)]
-        # Rows of similar lengths share a batch: the longest prompt of a batch decides how long it is read.
-        order = sorted(range(len(requests)), key=lambda index: len(requests[index].tokens))
-        found: dict[int, Written] = {}
+        rows = [
+            _Row(self, self._encode(prompt), number, [], show) for number, prompt in zip(numbers, prompts, strict=True)
+        ]
+        # Rows of similar lengths share a batch: its longest prompt determines the time of reading.
+        order = sorted(rows, key=lambda row: len(row.read))
         for start in range(0, len(order), self.keys.batch_size):
-            chosen = order[start : start + self.keys.batch_size]
-            found |= dict(zip(chosen, self._write([requests[index] for index in chosen], show), strict=True))
-        return [found[index] for index in range(len(requests))]
+            self._write(order[start : start + self.keys.batch_size])
+        return [row.written for row in rows]
 
     @torch.inference_mode()
     def resume(self, path: Path, show: Show | None = None) -> Written:
-        """Continue the text whose state `save_state` has written, as if it had not been interrupted."""
+        """Continue the text of a file of `save_state`, as if it had not been interrupted."""
         saved = torch.load(path, map_location="cpu", weights_only=True)
         if saved["model"] != _fingerprint(self.model):
             raise ValueError(f"{path} holds the state of another model or dtype")
-        read, written = saved["read"], saved["written"]
-        room = self._check_positions(len(read) + len(written))
+        row = _Row(self, saved["read"], 0, saved["written"], show)
+        room = self._check_positions(len(row.read) + len(row.before))
         tensors = [tensor.to(self.device) for tensor in saved["state"].values()]
         state = self.model.preallocate(fill_state(self.model.initial_state(1), tensors), room)
-        return self._continue([Request(read, 0)], state, saved["scores"].to(self.device), [written], show)[0]
+        self._continue([row], state, saved["scores"].to(self.device))
+        return row.written
 
     @torch.inference_mode()
-    def _write(self, requests: Sequence[Request], show: Show | None) -> list[Written]:
-        rows = [torch.tensor(request.tokens, device=self.device) for request in requests]
-        lengths = [len(row) for row in rows]
+    def _write(self, rows: Sequence[_Row]) -> None:
+        tokens = [torch.tensor(row.read, device=self.device) for row in rows]
+        lengths = [len(row) for row in tokens]
         room = self._check_positions(max(lengths))
         if len(set(lengths)) == 1:
-            features, state = self.model.forward_features(torch.stack(rows), max_length=room)
+            features, state = self.model.forward_features(torch.stack(tokens), max_length=room)
             last = features[:, -1]
-        else:  # packed, they need no padding
+        else:  # packed, without padding
             packing = Packing(torch.tensor([0, *accumulate(lengths)]), device=self.device)
-            features, state = self.model.forward_features(torch.cat(rows)[None], cu_seqlens=packing, max_length=room)
+            features, state = self.model.forward_features(torch.cat(tokens)[None], cu_seqlens=packing, max_length=room)
             last = features[0, packing.cu_seqlens[1:] - 1]
         scores = self.model.forward_head(last)
-        del features, last  # they hold memory for all tokens of the prompts
-        return self._continue(requests, state, scores, [[] for _ in requests], show)
+        del features, last  # free the memory of all tokens of the prompts
+        self._continue(rows, state, scores)
 
-    def _continue(
-        self, requests: Sequence[Request], state: Any, scores: Tensor, before: Sequence[list[int]], show: Show | None
-    ) -> list[Written]:
-        """Write after `scores [B, V]`; `before` are the tokens that an interrupted writing has drawn."""
+    def _continue(self, rows: Sequence[_Row], state: Any, scores: Tensor) -> None:
+        """Write after `scores [B, V]`."""
         keys = self.keys
-        written = [Written([]) for _ in requests]
-        texts = [
-            _Text(self.tokenizer, keys.stop, request.tokens, old) for request, old in zip(requests, before, strict=True)
-        ]
         seen = None
         if self.sampling.repetition_penalty != 1:
             seen = torch.zeros(scores.shape, dtype=torch.bool)
-            for row, (request, old) in enumerate(zip(requests, before, strict=True)):
-                seen[row, request.tokens + old] = True
+            for index, row in enumerate(rows):
+                seen[index, row.read + row.before] = True
             seen = seen.to(self.device)
-        seeds = torch.tensor([derive_seed(keys.seed, request.number) for request in requests])
-        sampler = TokenSampler(self.sampling, seeds.to(self.device), drawn=len(before[0]), seen=seen)
+        seeds = torch.tensor([derive_seed(keys.seed, row.number) for row in rows]).to(self.device)
+        sampler = TokenSampler(self.sampling, seeds, drawn=len(rows[0].before), seen=seen)
         writing = Continuation(self.model, state, scores, sampler, cuda_graph=self.uses_graph)
         del state, scores
         for drawn in draw_tokens(writing, keys.max_new_tokens):
-            for one, text, token in zip(written, texts, drawn, strict=True):
-                self._take(one, text, token, show)
-            if all(one.reason is not None for one in written):
+            for row, token in zip(rows, drawn, strict=True):
+                row.push(token)
+            if all(row.written.reason is not None for row in rows):
                 break
         sampler.check()
-        for one, text in zip(written, texts, strict=True):
-            one.reason = one.reason or "length"
-            if one.reason != "stop":
-                _add(one, text.finish(), show)
+        for row in rows:
+            row.finish()
         if keys.save_state is not None:
-            if written[0].reason != "length":
-                raise ValueError(f"no state is saved: the text has ended by {written[0].reason}")
-            writing.read()
-            content = {
-                "state": {name: tensor.cpu() for name, tensor in state_tensors(self.model.trim(writing.state))},
-                "scores": writing.logits.cpu(),
-                "read": requests[0].tokens,
-                "written": before[0] + written[0].tokens,
-                "model": _fingerprint(self.model),
-            }
-            Path(keys.save_state).parent.mkdir(parents=True, exist_ok=True)
-            with replacing(Path(keys.save_state)) as partial:
-                torch.save(content, partial)
-        return written
+            self._save_state(Path(keys.save_state), rows[0], writing)
 
-    def _take(self, written: Written, text: _Text, token: int, show: Show | None) -> None:
-        """Add a token to a text that has not ended."""
-        if written.reason is not None:
-            return
-        if token == self.tokenizer.separator and self.keys.end:
-            written.reason = "end"
-            return
-        written.tokens.append(token)
-        _add(written, text.push(token), show)
-        if text.stopped:
-            written.reason = "stop"
+    def _save_state(self, path: Path, row: _Row, writing: Continuation) -> None:
+        if row.written.reason != "length":
+            raise ValueError(f"no state is saved: the text has ended by {row.written.reason}")
+        writing.read()
+        content = {
+            "state": {name: tensor.cpu() for name, tensor in state_tensors(self.model.trim(writing.state))},
+            "scores": writing.logits.cpu(),
+            "read": row.read,
+            "written": row.before + row.written.tokens,
+            "model": _fingerprint(self.model),
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as partial:
+            torch.save(content, partial)
 
     def _encode(self, prompt: str) -> list[int]:
         tokens = self.tokenizer.encode_prompt(prompt)
@@ -233,7 +200,7 @@ class Writer:
         return tokens
 
     def _check_positions(self, tokens: int) -> int:
-        """The tokens in all, after `tokens` that are read."""
+        """`tokens` and the new ones. ValueError if the model has fewer positions."""
         most, room = self.model.max_length, tokens + self.keys.max_new_tokens
         if most is not None and room > most:
             raise ValueError(f"{tokens} tokens and {room - tokens} new ones exceed the model's {most} positions")
@@ -243,7 +210,7 @@ class Writer:
 def draw_tokens(writing: Continuation, count: int) -> Iterator[list[int]]:
     """Yield the next tokens of all rows, `count` times.
 
-    A GPU draws the next ones while the host handles these. So one more may have been drawn when a caller stops.
+    A GPU draws the next tokens while the host handles these, so one more may be drawn when a caller stops.
     """
     ahead: tuple[Tensor, torch.cuda.Event] | None = None
     for _ in range(count):
@@ -261,33 +228,45 @@ def draw_tokens(writing: Continuation, count: int) -> Iterator[list[int]]:
         yield ahead[0].tolist()
 
 
-class _Text:
-    """The text of a row, without stop strings.
+class _Row:
+    """A row of a batch: it decodes its tokens, and ends at the end-of-text token or before a stop string.
 
-    `prompt` are the tokens of its prompt, and `old` those that an interrupted writing has drawn.
+    `read` are the tokens of the prompt, `number` seeds the draws, and `before` are the tokens that were written before
+    the state was saved.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], prompt: Sequence[int], old: Sequence[int]) -> None:
-        # A stop string may have begun in the text of the last tokens; a character has at most four tokens.
-        last = max(len(old) - 4 * max(map(len, stops), default=0), 0)
-        self._stream = TextStream(tokenizer, [*prompt, *old[:last]])
-        self._stops = StopStrings(stops, "".join([self._stream.push(token) for token in old[last:]]))
+    def __init__(self, writer: Writer, read: list[int], number: int, before: list[int], show: Show | None) -> None:
+        self.read, self.number, self.before, self.show = read, number, before, show
+        self.written = Written([])
+        self._end = writer.tokenizer.separator if writer.keys.end else None
+        # A stop string may have begun in the last tokens; a character has at most four tokens.
+        stops = writer.keys.stop
+        last = max(len(before) - 4 * max(map(len, stops), default=0), 0)
+        self._stream = TextStream(writer.tokenizer, [*read, *before[:last]])
+        self._stops = StopStrings(stops, "".join([self._stream.push(token) for token in before[last:]]))
 
-    @property
-    def stopped(self) -> bool:
-        return self._stops.stopped
+    def push(self, token: int) -> None:
+        """Add a token, unless the text has ended."""
+        if self.written.reason is not None:
+            return
+        if token == self._end:
+            self.written.reason = "end"
+            return
+        self.written.tokens.append(token)
+        self._add(self._stops.push(self._stream.push(token)))
+        if self._stops.stopped:
+            self.written.reason = "stop"
 
-    def push(self, token: int) -> str:
-        return self._stops.push(self._stream.push(token))
+    def finish(self) -> None:
+        """Add the text that waited for more tokens."""
+        self.written.reason = self.written.reason or "length"
+        if self.written.reason != "stop":
+            self._add(self._stops.push(self._stream.finish()) + self._stops.finish())
 
-    def finish(self) -> str:
-        return self._stops.push(self._stream.finish()) + self._stops.finish()
-
-
-def _add(written: Written, text: str, show: Show | None) -> None:
-    written.text += text
-    if show is not None and text:
-        show(text)
+    def _add(self, text: str) -> None:
+        self.written.text += text
+        if self.show is not None and text:
+            self.show(text)
 
 
 def _fingerprint(model: TokenBackbone) -> str:

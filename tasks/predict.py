@@ -11,9 +11,9 @@ from omegaconf import DictConfig
 
 from longseq.files import replacing
 from longseq.tasks import registry
+from longseq.tasks.circumstances import choose_device
 from longseq.tasks.commands import Predict
 from longseq.tasks.data.module import Inputs, Prediction, Unreadable, describe_passed_over
-from longseq.tasks.devices import choose_device
 from longseq.tasks.report import quiet_libraries
 from longseq.tasks.training import checkpoint
 from longseq.tasks.training.configuration import read_command
@@ -25,8 +25,6 @@ Found = Iterator[Prediction | Unreadable]
 def run(cfg: DictConfig) -> dict[str, int]:
     """Classify `cfg.input` with `cfg.checkpoint`, write `cfg.output`, and return the counts of inputs."""
     keys = read_command(Predict, cfg)
-    assert keys.checkpoint is not None
-    assert keys.input is not None
     device = choose_device(keys.device)
     tasks = [name for name in registry.names() if registry.get(name).data.inputs is not None]
     loaded = checkpoint.load(keys.checkpoint, weights=keys.weights, map_location=device, tasks=tasks)
@@ -38,37 +36,33 @@ def run(cfg: DictConfig) -> dict[str, int]:
     with torch.inference_mode(), replacing(output) as partial:
         found = inputs.predict(loaded.backbone.to(device).eval(), keys)
         if output.suffix == ".csv":
-            between = (loaded.config.get("data") or {}).get("label_delimiter") or ";"
-            classified, failed = _write_csv(partial, found, inputs, between)
+            delimiter = (loaded.config.get("data") or {}).get("label_delimiter") or ";"
+            classified, failed = _write_csv(partial, found, inputs, delimiter)
         else:
             classified, failed = _write_json(partial, found, inputs)
     for line in inputs.notes():
         print(line)
-    passed_over = f"{len(inputs.passed_over)} passed over"
-    if inputs.passed_over:
-        passed_over += f" ({describe_passed_over(inputs.passed_over, keys.input)})"
-    unreadable = f"{len(failed)} unreadable"
+    unreadable, passed_over = f"{len(failed)} unreadable", f"{len(inputs.passed_over)} passed over"
     if failed:
         unreadable += f" (the first: {failed[0].path}: {failed[0].reason})"
+    if inputs.passed_over:
+        passed_over += f" ({describe_passed_over(inputs.passed_over, keys.input)})"
     unit = loaded.config.get("task", {}).get("unit", inputs.unit)
     print(f"{classified} {unit} classified, {unreadable}, {passed_over}; written to {output}")
     return {"classified": classified, "unreadable": len(failed), "passed_over": len(inputs.passed_over)}
 
 
-def _write_csv(path: Path, found: Found, inputs: Inputs, between: str) -> tuple[int, list[Unreadable]]:
-    """Write predictions as they come, then the inputs that cannot be read, then those that were passed over.
+def _write_csv(path: Path, found: Found, inputs: Inputs, delimiter: str) -> tuple[int, list[Unreadable]]:
+    """Write predictions as they come, then the unreadable inputs, then the files that were passed over.
 
-    `between` separates several labels in a cell. Returns the number of predictions, and the unreadable inputs.
+    `delimiter` separates several labels in a cell. Returns the number of predictions, and the unreadable inputs.
     """
     failed: list[Unreadable] = []
     classified, width = 0, 1
 
     def cells_of(one: Prediction | Unreadable) -> list[Any]:
         values = [one.details.get(name, "") for name in inputs.details]
-        return [
-            one.path,
-            *(between.join(value) if isinstance(value, list) else value for value in values),
-        ]
+        return [one.path, *(delimiter.join(value) if isinstance(value, list) else value for value in values)]
 
     def write_header() -> None:
         columns = [f"{column}_{rank}" for rank in range(1, width + 1) for column in ("class", "probability")]
@@ -95,10 +89,7 @@ def _write_csv(path: Path, found: Found, inputs: Inputs, between: str) -> tuple[
 
 
 def _write_json(path: Path, found: Found, inputs: Inputs) -> tuple[int, list[Unreadable]]:
-    """Write one object: `predictions`, `unreadable` and `passed_over`.
-
-    Returns the number of predictions, and the unreadable inputs.
-    """
+    """Write an object with `predictions`, `unreadable` and `passed_over`. Returns as `_write_csv`."""
     predictions: list[dict[str, Any]] = []
     failed: list[Unreadable] = []
     for one in found:
@@ -107,10 +98,9 @@ def _write_json(path: Path, found: Found, inputs: Inputs) -> tuple[int, list[Unr
             continue
         classes = [{"class": name, "probability": round(value, 6)} for name, value in one.classes]
         predictions.append({"path": one.path, **one.details, "classes": classes})
+    unreadable: list[Any] = [one.path for one in failed]
     if inputs.details:
-        unreadable: list[Any] = [{"path": one.path, **one.details, "reason": one.reason} for one in failed]
-    else:
-        unreadable = [one.path for one in failed]
+        unreadable = [{"path": one.path, **one.details, "reason": one.reason} for one in failed]
     passed_over = [{"path": name, "reason": reason} for name, reason in inputs.passed_over]
     content = {"predictions": predictions, "unreadable": unreadable, "passed_over": passed_over}
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The table of tasks: the name that `task=NAME` chooses, and the five parts of a task."""
+"""The table of tasks: what `task=NAME` chooses, the five parts of a task, and configurations checked by their task."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longseq.tasks.config import TaskKeys
+from longseq.tasks.config import TaskKeys, Train, read, unknown_key
+from longseq.tasks.training import automatic
+from longseq.tasks.training.schedule import RunLength
 
-if TYPE_CHECKING:  # the table itself needs none of what tasks import
+if TYPE_CHECKING:  # the table itself imports no task
     from longseq.tasks.data.module import TaskData
     from longseq.tasks.report import Report
     from longseq.tasks.training.model import TaskModel
     from longseq.tasks.training.module import TrainedModule
-
-# The files of a task's folder.
-PARTS = ("config", "data", "model", "module", "report")
 
 
 def _plain_report() -> Report:
@@ -28,12 +27,12 @@ def _plain_report() -> Report:
 
 @dataclass(frozen=True)
 class Task:
-    """The parts of a task for training, evaluation and prediction; each field is defined in the file of its name.
+    """The parts of a task. A task of this package defines each in the file of its name.
 
-    config: the keys that the task reads, as dataclasses, and their check.
+    config: the classes of the task's keys, and checks over several keys.
     data: the class of the data module.
     model: builds the model for the data.
-    module: the class of the Lightning module: steps, losses and metrics.
+    module: the class of the Lightning module, with steps, losses and metrics.
     report: what a run prints and records at its end.
     """
 
@@ -48,19 +47,16 @@ _registered: dict[str, Task | Callable[[], Task]] = {}
 
 
 def register(name: str, task: Task | Callable[[], Task]) -> None:
-    """Add a task, or a function that makes it on first use.
-
-    ValueError for a name that another task has. Registering the same object again does nothing.
-    """
+    """Add a task, or a function that makes it on first use. ValueError if another task has the name."""
     if _registered.get(name) is task:
         return
     if name in names():
-        raise ValueError(f"the task {name!r} is there already: register yours under another name")
+        raise ValueError(f"the task {name!r} is already registered")
     _registered[name] = task
 
 
 def get(name: str) -> Task:
-    """The task of a name. ValueError, which lists the names, for an unknown one."""
+    """The task of a name. ValueError for an unknown one."""
     if name not in names():
         raise ValueError(f"task.name={name} is unknown: choose one of {', '.join(names())}")
     found: Task | Callable[[], Task] = _registered.get(name) or importlib.import_module(f"longseq.tasks.{name}").task
@@ -68,13 +64,14 @@ def get(name: str) -> Task:
 
 
 def keys(name: str) -> TaskKeys:
-    """The keys of a task of this package, without its other parts, which take seconds to import; else as of `get`."""
-    if name in _registered or name not in names():
+    """The keys of a task; for one of this package without importing its other parts, which takes seconds."""
+    if name not in own_names():
         return get(name).config
-    parts: Any = vars(importlib.import_module(f"longseq.tasks.{name}.config")).values()
-    own: Any
-    (own,) = [one for one in parts if isinstance(one, type) and issubclass(one, TaskKeys) and one is not TaskKeys]
-    found: TaskKeys = own()
+    module = importlib.import_module(f"longseq.tasks.{name}.config")
+    (own,) = [
+        one for one in vars(module).values() if isinstance(one, type) and issubclass(one, TaskKeys) and one != TaskKeys
+    ]
+    found: TaskKeys = own()  # type: ignore[call-arg]
     return found
 
 
@@ -84,17 +81,51 @@ def of(config: Mapping[str, Any]) -> Task:
 
 
 def like(name: str) -> list[str]:
-    """The names of the tasks with the data of the task `name`: itself, and variants of it that plug-ins add."""
+    """The names of the task `name` and of the plug-ins' tasks that extend its data module."""
     return [other for other in names() if issubclass(get(other).data, get(name).data)]
 
 
 def own_names() -> list[str]:
-    """The names of this package's tasks: the folders here with the files of a task."""
-    here = Path(__file__).parent
-    folders = sorted(path.parent.name for path in here.glob("*/config.py"))
-    return [name for name in folders if all((here / name / f"{part}.py").is_file() for part in PARTS)]
+    """The names of this package's tasks: the folders with a config.py."""
+    return sorted(path.parent.name for path in Path(__file__).parent.glob("*/config.py"))
 
 
 def names() -> list[str]:
-    """The names of all tasks: those of this package, and the registered ones."""
+    """The names of all tasks: this package's, then the registered ones."""
     return [*own_names(), *sorted(_registered)]
+
+
+def read_experiment(config: Mapping[str, Any], command: type[Train] = Train) -> dict[str, Any]:
+    """The configuration of a training with all defaults, checked before anything is opened, built or written.
+
+    ValueError for an unknown key or an impossible value.
+    """
+    from longseq.tasks.training.recipe import device_batch_size  # torch and timm, which `--help` need not wait for
+
+    task_keys = of(config).config
+    if unread := [key for key in config if key not in command.model_fields]:
+        raise ValueError(unknown_key(unread[0], list(command.model_fields)))
+    checked = read(task_keys.experiment(command), with_any_choice(config)).to_dict()
+    RunLength.from_recipe(checked["recipe"])
+    device_batch_size(checked)
+    task_keys.check(checked)
+    return automatic.restore_words(checked, config)
+
+
+def choose(config: Mapping[str, Any], info: Any | None) -> tuple[dict[str, Any], str | None]:
+    """The configuration with the task's choices where the recipe says `auto`, and the reason for them.
+
+    `info` describes the data; without it, the values are only possible ones.
+    """
+    if not automatic.is_automatic(config):
+        return dict(config), None
+    from longseq.tasks.training.recipe import device_count
+
+    parts = device_count(config) * config["trainer"].get("accumulate_grad_batches", 1)
+    choice = of(config).config.choose(config, info, parts)
+    return automatic.settle(config, choice), choice.reason
+
+
+def with_any_choice(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration with possible values where it says `auto` or `find`."""
+    return automatic.with_rate(choose(config, None)[0])

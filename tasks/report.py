@@ -18,7 +18,7 @@ from rich.table import Table
 # epochs log less often, and damaged EXIF data leaves an image unchanged.
 UNWANTED = (
     ".*does not have many workers.*",
-    ".*`IterableDataset` has `__len__` defined.*",  # that of a stream counts what all of its workers give
+    ".*`IterableDataset` has `__len__` defined.*",  # the length of a stream counts the samples of all its workers
     ".*exists and is not empty.*",
     ".*smaller than the logging interval.*",
     ".*Checkpoint directory.*",
@@ -29,28 +29,27 @@ UNWANTED = (
     "The AccumulateGrad node's stream does not match.*",  # Lightning makes torch's DDP in a CUDA stream of its own
 )
 
-_KERNELS = "longseq.kernels"  # the loggers of kernels are below this one
+_KERNELS = "longseq.kernels"  # the parent of the kernels' loggers
 
 
 class Report:
-    """What a task prints and records at the end of a run; tasks override what they add.
+    """What a task prints and records at the end of a run; a task overrides what it adds.
 
-    `headline` names the metrics of the closing table, in its order; `files` are those of all its `tables`.
+    `headline` names the metrics of the closing table, in its order.
     """
 
     headline: ClassVar[tuple[str, ...]] = ("loss",)
-    files: ClassVar[tuple[str, ...]] = ()
 
     def extras(self, module: Any, info: Any, split: str) -> dict[str, Any]:
-        """Additional entries of metrics.json after `module` was evaluated on `split`, in forms that JSON has."""
+        """More entries of metrics.json after `module` was evaluated on `split`, as values of JSON."""
         return {}
 
     def tables(self, module: Any, info: Any) -> dict[str, Sequence[Sequence[Any]]]:
-        """Tables that a run writes as NAME.csv into its folder, after the test with the best model."""
+        """Tables that a run writes to its folder as NAME.csv, after the test of the best model."""
         return {}
 
     def counts(self, module: Any, info: Any, split: str) -> dict[str, int]:
-        """The numbers of samples of an evaluation, printed above its metrics and written with them."""
+        """The numbers of samples of an evaluation, printed and written with its metrics."""
         return {}
 
     def rows(self, module: Any, info: Any) -> list[tuple[str, str]]:
@@ -58,32 +57,28 @@ class Report:
         return []
 
     def closing(self, module: Any, info: Any) -> str | None:
-        """A line that a run prints below the closing table, after the test with the best model; or None."""
+        """A line that a run prints below the closing table; None for no line."""
         return None
 
     def next_commands(self, checkpoint: str) -> list[str]:
-        """Commands that the user may want next, printed below the closing table.
-
-        `checkpoint` is the word `checkpoint=FILE`, as a shell takes it.
-        """
+        """Commands to try next, printed below the closing table. `checkpoint` is the word `checkpoint=FILE`."""
         return [f"longseq evaluate {checkpoint}"]
 
 
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Show only warnings that a user can act on: those of this package, one line each, and few of other packages.
+    """Show only warnings that a user can act on: our own, one line each, and few of other packages.
 
     Kernels also report when they are compiled and compared with float64 at their first call on a GPU, which takes 10 to
-    22 seconds. Logging and warnings are restored after the block.
+    22 seconds. The block's end restores logging and warnings.
     """
     package = logging.getLogger("longseq")
-    lines = None if any(isinstance(handler, _Lines) for handler in package.handlers) else _Lines()
-    # timm warns of a file that a split of shards may have, and need not.
+    added = [] if any(isinstance(handler, _Lines) for handler in package.handlers) else [_Lines()]
     shown = {
         _KERNELS: logging.INFO,
         "lightning.pytorch": logging.WARNING,
         "lightning.fabric": logging.WARNING,
-        "timm.data.readers.reader_wds": logging.ERROR,
+        "timm.data.readers.reader_wds": logging.ERROR,  # it warns of a missing file that shards do not need
     }
     levels = {name: logging.getLogger(name).level for name in shown}
     with warnings.catch_warnings():
@@ -91,19 +86,19 @@ def quiet_libraries() -> Iterator[None]:
             warnings.filterwarnings("ignore", message)
         for name, level in shown.items():
             logging.getLogger(name).setLevel(level)
-        if lines is not None:
-            package.addHandler(lines)
+        for handler in added:
+            package.addHandler(handler)
         try:
             yield
         finally:
-            if lines is not None:
-                package.removeHandler(lines)
+            for handler in added:
+                package.removeHandler(handler)
             for name, level in levels.items():
                 logging.getLogger(name).setLevel(level)
 
 
 class _Lines(logging.Handler):
-    """Writes warnings, and what kernels report, to stderr, from only one of several processes."""
+    """Writes warnings and the kernels' reports to stderr, in the first process only."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -119,7 +114,7 @@ class _Lines(logging.Handler):
 
 @contextmanager
 def progress_bar(description: str, total: int, *, done: int = 0, shown: bool = True) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal while the block runs; gives the function that moves it by a number of steps."""
+    """Show a progress bar on a terminal while the block runs; yields a function that advances it by some steps."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     times = (TimeElapsedColumn(), TimeRemainingColumn())
@@ -138,7 +133,7 @@ def shorten(path: str | Path) -> str:
 
 
 def print_rows(rows: Sequence[Sequence[str]]) -> None:
-    """Print a table without borders; long commands stay on one line, for copying."""
+    """Print a table without borders. Long commands stay on one line, so that they can be copied."""
     columns = list(zip(*rows, strict=True))
     table = Table(show_header=False, box=None, pad_edge=False)
     for _ in columns:

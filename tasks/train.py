@@ -23,7 +23,7 @@ from longseq.parameters import count_parameters
 from longseq.plugins import plugin_of
 from longseq.tasks import registry
 from longseq.tasks.data.module import Info, TaskData
-from longseq.tasks.experiment import choose, read_experiment, with_any_choice
+from longseq.tasks.registry import choose, read_experiment, with_any_choice
 from longseq.tasks.report import print_rows, quiet_libraries, shorten
 from longseq.tasks.training import automatic, runs
 from longseq.tasks.training import checkpoint as checkpoints
@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 
 class Parts(NamedTuple):
-    """What is built from a configuration for training; the model is the module's `backbone`."""
+    """The data and the module of a training; the model is the module's `backbone`."""
 
     datamodule: TaskData
     module: TrainedModule
@@ -54,12 +54,11 @@ def run(cfg: DictConfig) -> float | None:
     """Train as configured and return the value of `optimized_metric`, for sweeps.
 
     The run folder `cfg.output` receives config.yaml, checkpoints/ and TensorBoard events. At the end it also receives
-    metrics.json and model/, the best model in the form for `longseq.from_pretrained` and timm.
+    metrics.json and model/, the best model for `longseq.from_pretrained` and timm.
     """
     config = read_experiment(resolve(cfg))
     registry.of(config).data.prepare_process(config)
     folder = Path(config["output"])
-    log = _find_log(folder)
     done = runs.finished(folder)
     if config["resume"] is True and done is not None:
         runs.checkpoint_to_resume(config)  # refuses another configuration
@@ -68,17 +67,14 @@ def run(cfg: DictConfig) -> float | None:
     try:
         if not _is_first_process():
             return _train(config, folder)
-        with locked(folder), logged(log):
+        with locked(folder), logged(_find_log(folder)):
             return _train(config, folder)
     finally:
         runs.forget_folders()
 
 
 def _find_log(folder: Path) -> Path | None:
-    """The log of a command, `hydra.job.name`.log in its folder. None without a command, and where Hydra logs instead.
-
-    Hydra's logging replaces and closes what a program around the command has set up: it is not the default.
-    """
+    """The log of a command, `hydra.job.name`.log in its folder; None without a command or if Hydra writes a log."""
     if not HydraConfig.initialized() or HydraConfig.get().job_logging["root"] is not None:
         return None
     return folder / f"{HydraConfig.get().job.name}.log"
@@ -90,9 +86,9 @@ def _train(config: dict[str, Any], folder: Path) -> float | None:
         torch.set_float32_matmul_precision(config["matmul_precision"])
     if checkpoint is not None:
         given, config = config, runs.chosen_in(checkpoint, config)
-        _tell_kept(given, config)
+        _print_kept(given, config)
     config, datamodule, reason = _open(config)
-    config = with_absolute_root(config)  # the run remembers where its data are, whoever evaluates it from elsewhere
+    config = with_absolute_root(config)  # so that `evaluate` finds the data from any working folder
     if reason is not None:
         _print(reason)
     if automatic.searches(config):
@@ -101,25 +97,28 @@ def _train(config: dict[str, Any], folder: Path) -> float | None:
         runs.check_data(checkpoint, datamodule.info)
     module = _build_module(config, datamodule, initialized=checkpoint is None)
     _check_direction(config["optimized_metric"], module)
-    # From 0: also after a run that ended in this folder before it had saved anything.
     first_update = runs.updates_of(checkpoint) if checkpoint else 0
     trainer = build_trainer(config, build_callbacks(config, module), first_update=first_update)
-    # As Lightning does later: the batches of an epoch depend on the processes and on the accumulated batches.
-    datamodule.trainer = trainer
+    datamodule.trainer = trainer  # as Lightning does later: it determines the batches of an epoch
     if checkpoint is not None:
         module.check_continues(runs.contents_of(checkpoint), trainer, datamodule)
         if _is_first_process():
-            runs.bring_best(checkpoint, folder)  # after all that may refuse the run, which then leaves no folder
+            runs.bring_best(checkpoint, folder)  # after all errors: a refused run leaves no folder
     in_force = values_in_force(config, module.backbone)
     _save_config(in_force, folder)
     _announce(config, datamodule.info, module, checkpoint, events=writes_events(trainer.loggers))
+    device = trainer.strategy.root_device
     try:
         with stoppable(trainer):
             log_parameters(trainer.loggers, dict(runs.flatten(in_force)))
-            _fit(trainer, module, datamodule, checkpoint)
-            memory = _peak_memory(trainer)
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()  # a sweep trains several models in this process
+            trainer.fit(module, datamodule=datamodule, ckpt_path=checkpoint, weights_only=True)
+            facts = {}
+            if device.type == "cuda":
+                facts["gpu_memory_gib"] = round(torch.cuda.max_memory_allocated(device) / 2**30, 2)
             metrics = _test(trainer, module, datamodule)
-        metrics |= _run_facts(trainer, module) | memory
+        metrics |= _run_facts(trainer, module) | facts
         _record(trainer, config, module, metrics, datamodule.info)
     finally:
         close_loggers(trainer.loggers)
@@ -133,9 +132,9 @@ def build(config: DictConfig | Config, *, initialized: bool = True) -> Parts:
 
 
 def _open(config: Config) -> tuple[dict[str, Any], TaskData, str | None]:
-    """The configuration with the values that depend on the data, the data, and why the values are these.
+    """The configuration with the values that depend on the data, the data, and the reason for the values.
 
-    A learning rate that is to be searched stays open.
+    `recipe.learning_rate=find` stays.
     """
     ready = with_any_choice(config)
     datamodule = registry.of(config).data.from_config(ready, device_batch_size(ready))
@@ -177,19 +176,19 @@ def _search(config: Config, datamodule: TaskData, folder: Path) -> dict[str, Any
 def _find_plugins(
     config: Config, datamodule: TaskData, model: torch.nn.Module, module: type[TrainedModule]
 ) -> list[str]:
-    """The plug-ins that the command declares, and those that define the data, the model or the training steps."""
+    """The plug-ins that the command declares or that define the data, the model or the training steps."""
     parts = [type(datamodule), *datamodule.registered_parts, module, *map(type, model.modules())]
     return sorted({*(config.get("plugins") or []), *filter(None, map(plugin_of, parts))})
 
 
 def _is_first_process() -> bool:
-    """True in the process of a run that writes; Lightning counts the processes of each machine from 0."""
+    """True in the process that writes files; Lightning counts the processes of each machine from 0."""
     ranks = (os.environ.get(name) or "0" for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK", "NODE_RANK"))
     return all(rank == "0" for rank in ranks)
 
 
 def _check_direction(metric: str | None, module: TrainedModule) -> None:
-    """ValueError if a search would take the worst value of a metric for the best."""
+    """ValueError if the sweeper's direction would choose the worst value of the metric."""
     if not HydraConfig.initialized() or HydraConfig.get().mode != RunMode.MULTIRUN:
         return
     sweeper: Any = HydraConfig.get().sweeper
@@ -199,26 +198,9 @@ def _check_direction(metric: str | None, module: TrainedModule) -> None:
         raise ValueError(f"hydra.sweeper.direction must be {wanted} for optimized_metric={metric}")
 
 
-def _fit(trainer: Trainer, module: TrainedModule, datamodule: TaskData, checkpoint: Path | None) -> None:
-    if _trains_on_gpu(trainer):
-        torch.cuda.reset_peak_memory_stats()  # a sweep trains several models in this process
-    trainer.fit(module, datamodule=datamodule, ckpt_path=checkpoint, weights_only=True)
-
-
-def _trains_on_gpu(trainer: Trainer) -> bool:
-    return trainer.strategy.root_device.type == "cuda"
-
-
-def _peak_memory(trainer: Trainer) -> dict[str, float]:
-    """The most memory that tensors of this process have taken on its GPU, in GiB."""
-    if not _trains_on_gpu(trainer):
-        return {}
-    return {"gpu_memory_gib": round(torch.cuda.max_memory_allocated(trainer.strategy.root_device) / 2**30, 2)}
-
-
 def _test(trainer: Trainer, module: TrainedModule, datamodule: TaskData) -> dict[str, Any]:
-    """Test with the best checkpoint, or with the last weights in a fast_dev_run, which writes none."""
-    best = best_checkpoint(trainer)
+    """Test with the best checkpoint, or in a fast_dev_run, which writes none, with the last weights."""
+    best = _best_checkpoint(trainer)
     validated = {key: float(value) for key, value in trainer.callback_metrics.items() if key.startswith("val/")}
     (tested,) = trainer.test(module, datamodule=datamodule, ckpt_path=best, verbose=False, weights_only=True)
     if best is not None:
@@ -226,8 +208,7 @@ def _test(trainer: Trainer, module: TrainedModule, datamodule: TaskData) -> dict
     return validated | {key: float(value) for key, value in tested.items()}
 
 
-def best_checkpoint(trainer: Trainer) -> str | None:
-    """The path of the checkpoint with the best validation metric."""
+def _best_checkpoint(trainer: Trainer) -> str | None:
     return getattr(trainer.checkpoint_callback, "best_model_path", None) or None
 
 
@@ -250,19 +231,19 @@ def _run_facts(trainer: Trainer, module: TrainedModule) -> dict[str, Any]:
 
 @rank_zero_only
 def _save_config(config: dict[str, Any], folder: Path) -> None:
-    """Save the configuration so that a run is repeated by it: what lies in the run's folder follows `output`."""
+    """Save the configuration such that it repeats the run in any folder: paths below the run folder follow `output`."""
     folder.mkdir(parents=True, exist_ok=True)
     own: dict[str, Any] = {key: config[key] for key in ("callbacks", "logger") if key in config}
-    record = {**config, **_follow(own, str(config["output"]))}
+    record = {**config, **_refer(own, str(config["output"]))}
     write_text(folder / runs.CONFIG_FILE, OmegaConf.to_yaml(OmegaConf.create(record)))
 
 
-def _follow(value: Any, output: str) -> Any:
-    """The keys, with a reference to `output` in place of that folder at the beginning of a path."""
+def _refer(value: Any, output: str) -> Any:
+    """The value with `${output}` in place of that folder at the beginning of paths."""
     if isinstance(value, Mapping):
-        return {key: _follow(part, output) for key, part in value.items()}
+        return {key: _refer(part, output) for key, part in value.items()}
     if isinstance(value, list):
-        return [_follow(part, output) for part in value]
+        return [_refer(part, output) for part in value]
     if isinstance(value, str) and (value == output or value.startswith(f"{output}/")):
         return "${output}" + value[len(output) :]
     return value
@@ -275,9 +256,10 @@ def _announce(
     model, recipe = config["model"], config["recipe"]
     batch, devices = device_batch_size(config), device_count(config)
     accumulate = config["trainer"].get("accumulate_grad_batches", 1)
-    # A model that a run fits has its parameters later.
+    # A fitted model, such as the linear one, has no parameters yet.
     parameters = f", {count_parameters(module.backbone) / 1e6:.2f}M parameters" if module.has_gradients else ""
-    _print(f"{model['label']} ({model['name']}{parameters}) on {_data_line(config, info)}")
+    sizes = "".join(f", {count} {split}" for split, count in info.sizes.items() if count is not None)
+    _print(f"{model['label']} ({model['name']}{parameters}) on {config['data']['name']}: {info.describe()}{sizes}")
     if module.has_gradients:
         _print(
             f"effective batch {recipe['batch_size']} = {batch} per device x {devices} device(s) "
@@ -294,8 +276,8 @@ def _announce(
 
 
 @rank_zero_only
-def _tell_kept(given: Config, config: Config) -> None:
-    """Print the values of a file of `trainer` that a resumed run does not take over."""
+def _print_kept(given: Config, config: Config) -> None:
+    """Print the values of `trainer` that a resumed run keeps from its beginning."""
     values = dict(runs.flatten(config))
     old = dict(runs.flatten(given))
     kept = [f"{key}={values[key]}" for key in runs.KEPT_KEYS if values.get(key) != old.get(key)]
@@ -303,18 +285,11 @@ def _tell_kept(given: Config, config: Config) -> None:
         _print(f"as the run began: {', '.join(kept)}")
 
 
-def _data_line(config: dict[str, Any], info: Info) -> str:
-    sizes = ", ".join(f"{count} {split}" for split, count in info.sizes.items() if count is not None)
-    return f"{config['data']['name']}: {info.describe()}" + (f", {sizes}" if sizes else "")
-
-
 @rank_zero_only
 def _record(
     trainer: Trainer, config: dict[str, Any], module: TrainedModule, metrics: dict[str, Any], info: Info
 ) -> None:
-    """Log hyper-parameters with the metrics of the test to TensorBoard, write the tables, the model and metrics.json,
-    and print the closing table.
-    """
+    """Log the test metrics, write the tables, the model and metrics.json, and print the closing table."""
     folder, report = Path(config["output"]), registry.of(config).report
     for logger in trainer.loggers:
         if isinstance(logger, RunLogger):
@@ -325,7 +300,8 @@ def _record(
     if not trainer.fast_dev_run:  # type: ignore[attr-defined]
         for name, table in report.tables(module, info).items():
             write_text(folder / f"{name}.csv", to_csv(table))
-    headline = [f"test/{name}" for name in (*report.headline, *_asked_for(config)) if name in module.test_metrics]
+    asked_for = [config["task"]["metric"].rpartition("/")[2], *(config["task"].get("metrics") or {})]
+    headline = [f"test/{name}" for name in (*report.headline, *asked_for) if name in module.test_metrics]
     rows = [(key, f"{metrics[key]:.4f}") for key in dict.fromkeys(headline) if key in metrics]
     rows += report.rows(module, info)
     unit = config["task"]["unit"]
@@ -336,7 +312,7 @@ def _record(
     memory = metrics.get("gpu_memory_gib")
     most = "" if memory is None else f", {memory} GiB of GPU memory"
     rows.append(("time", f"{metrics['seconds']:.0f} s{rate}{most}"))
-    best = best_checkpoint(trainer)
+    best = _best_checkpoint(trainer)
     if best:
         if kind_of(module.backbone) is not None:
             rows.append(("model", shorten(_save_model(best, folder / runs.MODEL_FOLDER, written))))
@@ -349,7 +325,7 @@ def _record(
             words += f" {command_word('plugins', list(config['plugins']))}"
         rows += zip(chain(["next"], repeat("")), report.next_commands(words), strict=False)
     if not trainer.fast_dev_run:  # type: ignore[attr-defined]
-        # The last file: a run that has it is finished, and resume=true writes nothing more.
+        # The last file: with it, the run is finished for resume=true.
         write_text(folder / runs.METRICS_FILE, json.dumps(written, indent=2) + "\n")
     print_rows(rows)
     for row in rows:
@@ -358,16 +334,10 @@ def _record(
         _print(closing)
 
 
-def _asked_for(config: Config) -> list[str]:
-    """The names of the metrics that the configuration names, without the split."""
-    return [config["task"]["metric"].rpartition("/")[2], *(config["task"].get("metrics") or {})]
-
-
 def _hyperparameters(config: Config, module: TrainedModule, metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """What tells runs apart in TensorBoard's HPARAMS tab; config.yaml has every key."""
+    """The columns of TensorBoard's HPARAMS tab; config.yaml has every key."""
     recipe, model = config["recipe"], config["model"]
-    # Models of timm and linear ones are named by their label alone, and have neither mixer nor scale.
-    mixed = reads_mixer(module.backbone)
+    mixed = reads_mixer(module.backbone)  # models of timm and linear ones have neither mixer nor scale
     return {
         "task": config["task"]["name"],
         "data": config["data"]["name"],
@@ -388,7 +358,7 @@ def _tensorboard(folder: Path) -> str:
 
 
 def _save_model(checkpoint: str, folder: Path, metrics: dict[str, Any]) -> Path:
-    """Write the model of the best checkpoint alone, in the form for other programs, with its card."""
+    """Write the model of the best checkpoint with its card, for `longseq.from_pretrained`."""
     (folder / CARD_FILE).unlink(missing_ok=True)
     return save_pretrained(from_pretrained(checkpoint), folder, metrics=metrics)
 

@@ -69,7 +69,7 @@ VERBS = {
     ),
 }
 
-# Keys whose value is text as it stands: in quotes where Hydra's grammar has a meaning for its characters.
+# Keys whose value is plain text: the program adds the quotes that Hydra's grammar needs.
 _TEXTS = ("prompt", "separator")
 _PATHS = (
     *("checkpoint", "input", "output", "source", "state", "save_state", "init", "resume", "include", "tokenizer"),
@@ -84,7 +84,7 @@ class Printed(Exception):
 
 
 def overview() -> str:
-    """The text that `longseq` alone prints."""
+    """The text that `longseq` prints without arguments."""
     width = max(map(len, VERBS))
     verbs = "\n".join(f"  {name:<{width}}  {verb.summary}" for name, verb in VERBS.items() if name != "prepare_image")
     examples = "\n".join(f"  {verb.example}" for verb in VERBS.values())
@@ -144,7 +144,7 @@ def explain(error: BaseException) -> str:
 
 
 def _find_verb(arguments: list[str]) -> str:
-    """The name of the verb, which is that of its file in conf. `longseq prepare task=image` has a file of its own."""
+    """The verb, named as its file in conf: `longseq prepare task=image` is `prepare_image`."""
     verb = arguments[0]
     if verb not in VERBS:
         from longseq.tasks.config import unknown_key

@@ -1,7 +1,7 @@
-"""Lets `import torchmetrics` load what is used of it: the whole package takes two seconds more, in every command.
+"""Makes `import torchmetrics` load only the parts in use, which saves two seconds of every command.
 
-The package imports all of its metrics, and with those of sound, text and images scipy, transformers and torchvision's
-models. Lightning and we use the base class, and the metrics of classification.
+The whole package also imports scipy, transformers and torchvision's models, for metrics of sound, text and images.
+Lightning and we use its base class and the metrics of classification.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 
 class Deferred(ModuleType):
-    """A package whose own code runs when a name is asked for that it does not have yet; its modules load before."""
+    """A package that runs its own code when it is asked for a name that it does not have yet."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name != "__all__":
@@ -50,7 +50,7 @@ def defer_torchmetrics() -> None:
 
 
 def _place(name: str) -> ModuleType:
-    """Stand a deferred package where imports look for it."""
+    """Put a deferred package into `sys.modules`."""
     spec = find_spec(name)
     if spec is None:
         raise ModuleNotFoundError(name)

@@ -19,12 +19,13 @@ from torch import nn
 from longseq import mixers
 from longseq.parameters import count_parameters
 from longseq.tasks import registry
+from longseq.tasks.circumstances import choose_device
 from longseq.tasks.commands import Describe
-from longseq.tasks.experiment import choose, read_experiment, with_any_choice
 from longseq.tasks.image.info import DataInfo
+from longseq.tasks.registry import choose, read_experiment, with_any_choice
 from longseq.tasks.report import quiet_libraries
 from longseq.tasks.training import checkpoint
-from longseq.tasks.training.configuration import resolve
+from longseq.tasks.training.configuration import Config, resolve
 from longseq.tasks.training.recipe import device_batch_size
 from longseq.tools.model_facts import describe_model
 
@@ -33,42 +34,37 @@ __all__ = ["describe_model", "find_devices", "list_mixers", "list_models", "prin
 
 @quiet_libraries()
 def run(cfg: DictConfig) -> Any:
-    """Print and return what `describe.yaml` selects: facts about a model, or a list."""
-    keys = read_experiment({**resolve(cfg), "logger": None, "callbacks": {}}, Describe)
-    if keys["list"] is not None:
-        gather, show = LISTS[keys["list"]]
+    """Print and return facts about a model, or a list of mixers or models."""
+    # Without logger and callbacks: their paths are in a run folder, which this command does not have.
+    config = read_experiment({**resolve(cfg), "logger": None, "callbacks": {}}, Describe)
+    if config["list"] is not None:
+        gather, show = LISTS[config["list"]]
         facts: Any = gather()
     else:
         show = print_description
-        model, data, recipe = _model_and_data(cfg)
-        device = keys["device"]
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        facts = {**describe_model(model, data, device, _precision(cfg)), "devices": find_devices()}
+        model, data, recipe = _model_and_data(config)
+        device = str(choose_device(config["device"]))
+        facts = {**describe_model(model, data, device, _precision(config)), "devices": find_devices()}
         facts |= {} if recipe is None else {"recipe": recipe}
-    if keys["format"] == "json":
+    if config["format"] == "json":
         print(json.dumps(facts, indent=2))
     else:
         show(facts, Console())
     return facts
 
 
-def _precision(cfg: DictConfig) -> torch.dtype:
-    """The type in which the training of a configuration computes, and float32 for a checkpoint."""
-    name = "" if cfg.checkpoint is not None else str(cfg.trainer.precision)
+def _precision(config: Config) -> torch.dtype:
+    """The type in which a training with this configuration computes; float32 for a checkpoint."""
+    name = "" if config["checkpoint"] is not None else str(config["trainer"].get("precision"))
     kinds = {"bf16": torch.bfloat16, "16": torch.float16, "64": torch.float64}
     return kinds.get(name.partition("-")[0], torch.float32)
 
 
-def _model_and_data(cfg: DictConfig) -> tuple[nn.Module, dict[str, Any], str | None]:
-    """The model of the checkpoint, or the initial model of a training, what it knows of its data, and the recipe that
-    the training would choose for the data.
-    """
-    if cfg.checkpoint is not None:
-        loaded = checkpoint.load(cfg.checkpoint, tasks=registry.names())
+def _model_and_data(config: Config) -> tuple[nn.Module, dict[str, Any], str | None]:
+    """The model of the checkpoint or a new one, the info of its data, and the recipe that the data would choose."""
+    if config["checkpoint"] is not None:
+        loaded = checkpoint.load(config["checkpoint"], tasks=registry.names())
         return loaded.backbone, loaded.data, None
-    # Without logger and callbacks: their paths are in a run folder, which this command does not have.
-    config = read_experiment({**resolve(cfg), "logger": None, "callbacks": {}}, Describe)
     ready = with_any_choice(config)
     data = ready["data"]
     if config["task"]["name"] in registry.like("image") and data.get("num_classes") is not None:

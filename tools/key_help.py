@@ -20,13 +20,13 @@ def register() -> None:
 
 
 def describe_keys(verb: str) -> str:
-    """A line for each key of a command that is no group: `key=default`, what it means, and what it takes."""
+    """A line for each key of a command that is no group: `key=default`, its help and its values."""
     # Hydra's help fills in a template, in which $ has a meaning.
     return "\n".join(lines_of(COMMANDS[verb])).replace("$", "$$")
 
 
 def lines_of(cls: type[Keys], place: str = "") -> list[str]:
-    """A line for each key of a section, and for those of the sections in it that have defaults."""
+    """A line for each key of a section, and of the sections with defaults in it."""
     lines = []
     for name, field in cls.model_fields.items():
         if _section(field) is not None:
@@ -44,7 +44,7 @@ def _section(field: FieldInfo) -> type[Keys] | None:
 
 
 def _allowed(field: FieldInfo) -> str:
-    """What a key takes, where that says more than its default and its line."""
+    """The names or the range that a key takes, if it has any."""
     kinds = [kind for kind in _kinds(field.annotation) if kind is not type(None)]
     names = [spell(name) for kind in kinds if get_origin(kind) is Literal for name in get_args(kind)]
     limits = {"Ge": "at least", "Gt": "above", "Le": "at most", "Lt": "below"}
@@ -53,7 +53,7 @@ def _allowed(field: FieldInfo) -> str:
         for one in field.metadata
         if type(one).__name__ in limits
     ]
-    return "".join(f"; {told}" for told in (", ".join(names), " and ".join(bounds)) if told)
+    return "".join(f"; {limit}" for limit in (", ".join(names), " and ".join(bounds)) if limit)
 
 
 def _kinds(hint: Any) -> list[Any]:

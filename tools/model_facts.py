@@ -42,8 +42,8 @@ def describe_model(
 ) -> dict[str, Any]:
     """Facts about a model of images, tokens or documents, as dictionaries, lists and numbers.
 
-    FLOPs are those of a forward pass over one image or sequence, a multiply-add counts as two; state sizes are the
-    numbers that are kept for one sequence.
+    FLOPs count a forward pass over one image or sequence, with two for a multiply-add. State sizes count the numbers
+    kept for one sequence.
 
     Args:
         data: what a checkpoint knows of its data: `img_size` and `in_chans`, or the tokens of a sequence as `window`

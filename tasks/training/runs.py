@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from longseq.files import replacing
 from longseq.tasks.data.info import Info
+from longseq.tasks.registry import read_experiment
 from longseq.tasks.training.automatic import as_chosen_before
 from longseq.tasks.training.configuration import command_words, resolve, with_absolute_root
 
@@ -85,8 +86,6 @@ def run_folder(fresh: str, *, _root_: DictConfig) -> str:
     resume = OmegaConf.select(_root_, "resume")
     if not resume:
         return _own(fresh)
-    from longseq.tasks.experiment import read_experiment  # which `--help` does not need
-
     config: Any = OmegaConf.to_container(OmegaConf.masked_copy(_root_, [str(key) for key in _root_ if key != "hydra"]))
     wanted = read_experiment(resolve(OmegaConf.create({**config, "output": fresh})))
     if resume is True:

@@ -14,7 +14,7 @@ CONF = Path(longseq.conf.__file__).parent
 TASKS = {
     "lm": {"model": ("token",), "scale": ("1m", "10m", "30m", "110m", "340m", "1.3b", "2.7b"), "callbacks": ("lm",)},
     "document": {
-        "model": ("document", "document_ngrams", "document_pair", "linear"),
+        "model": ("document", "document_pair", "linear"),
         "scale": ("document",),
         "callbacks": ("document",),
     },

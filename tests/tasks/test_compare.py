@@ -19,7 +19,7 @@ from forked import start_others_as_forks
 from hydra import compose, initialize_config_module
 from tiny_probe import TINY
 
-from longseq.tasks import compare, comparison, comparison_runs
+from longseq.tasks import compare, comparison
 from longseq.tools import cli
 
 
@@ -39,7 +39,7 @@ def results_of(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_mixers_are_compared(tmp_path, monkeypatch, capsys):
-    start_others_as_forks(monkeypatch, comparison_runs)
+    start_others_as_forks(monkeypatch, compare)
     sweep = ("recipe.epochs=1", "mixers=[linear_attention,'attention model.positions=learned']", "jobs=2")
     script = Path(sys.executable).with_name("longseq")
     assert comparing(monkeypatch, tmp_path, script, *sweep) == 0
@@ -113,7 +113,7 @@ time.sleep(60)
 """
 
 
-def plan_of(folder: Path, *given: str, **keys: Any) -> comparison_runs.Trial:
+def plan_of(folder: Path, *given: str, **keys: Any) -> compare.Trial:
     """The only trial of a comparison of one mixer."""
     absent = dict.fromkeys(("learning_rates", "rows", "jobs", "report", "sweep", "overrides"))
     fixed = {"output": str(folder), "mixers": ["gla"], "seeds": [0], "plot": False}
@@ -180,10 +180,10 @@ def test_rows_replace_what_every_run_has_and_runs_take_as_many_gpus_as_they_need
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "runs", "models"), [("digits", 30, 6), ("cifar10", 48, 7), ("imdb", 11, 11), ("lra_listops", 10, 10)]
+    ("name", "runs", "models"), [("digits", 30, 6), ("cifar10", 48, 7), ("imdb", 11, 11), ("lra", 10, 10)]
 )
 def test_comparisons_of_the_tables_can_be_planned(name, runs, models, tmp_path):
-    root = ["data.root=FOLDER"] if name in ("cifar10", "imdb") else []
+    root = ["data.root=FOLDER"] if name != "digits" else []
     with initialize_config_module("longseq.conf", version_base="1.3"):
         keys = compare.read_keys(compose("compare", [f"comparison={name}", f"output={tmp_path}", *root]))
         trials = compare.plan(keys, root)

@@ -17,14 +17,15 @@ from lightning.pytorch.loggers import Logger
 
 import longseq.conf
 from longseq import mixers
+from longseq.conf import SCALES
 from longseq.mixers.pattern import options_by_name
 from longseq.tasks import registry, train
 from longseq.tasks.config import read
 from longseq.tasks.document.config import DocumentInfo
-from longseq.tasks.experiment import with_any_choice
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.probe.data import ProbeInfo
 from longseq.tasks.probe.generators import generator_options
+from longseq.tasks.registry import with_any_choice
 from longseq.tasks.text import corpora
 from longseq.tasks.text.tokenizer import TextInfo
 from longseq.tasks.training import logger, targets
@@ -33,7 +34,7 @@ from longseq.tasks.training.recipe import Training
 from longseq.tasks.training.trainer import build_callbacks
 
 CONF = Path(longseq.conf.__file__).parent
-GROUPS = ("task", "mixer", "model", "scale", "data", "recipe", "trainer", "callbacks", "logger")
+GROUPS = ("task", "mixer", "model", "data", "recipe", "trainer", "callbacks", "logger")
 # Those that name a class of the user's own are tested in tests/plugins/test_own_classes.py.
 OWN = (("data", "own"), ("model", "own"))
 OPTIONS = [
@@ -41,7 +42,7 @@ OPTIONS = [
     for group in GROUPS
     for path in sorted((CONF / group).glob("*.yaml"))
     if (option := (group, path.stem)) not in OWN
-] + [("mixer", name) for name in mixers.mixer_names()]
+] + [(group, name) for group, names in (("mixer", mixers.mixer_names()), ("scale", SCALES)) for name in names]
 EXPERIMENTS = sorted(path.relative_to(CONF / "experiment") for path in (CONF / "experiment").rglob("*.yaml"))
 SMALL = DataInfo(["a", "b"], 2, 32, 3, [0.5] * 3, [0.5] * 3, "bicubic", 1.0)
 SMALL_PROBE = ProbeInfo("mqar", vocab_size=8, longest=16, rebuild=False)
@@ -135,7 +136,7 @@ def test_every_experiment_runs(experiment, compose_config, tmp_path, monkeypatch
         evaluated = batch
         data += [f"data.cache={tmp_path}", "model.d_model=16", "mixer=attention"]
         data += ["callbacks.linear=null", "data.pin_memory=false"]
-        if name in ("document/libraries", "document/ngrams"):
+        if name == "document/ngrams":
             data += ["data.source=files", "data.train=train.jsonl", "data.test=test.jsonl"]
             data += ["data.text_column=text", "data.label_column=label"]
     else:

@@ -13,7 +13,7 @@ from forked import start_others_as_forks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from longseq import plugins
-from longseq.tasks import comparison_runs, registry
+from longseq.tasks import compare, registry
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "pages" / "task.md"
 WORDS = (
@@ -85,7 +85,7 @@ def interrupt_before(update, training_step):
 
 @pytest.mark.slow
 def test_a_task_from_outside_is_compared(folder, command_here, monkeypatch):
-    start_others_as_forks(monkeypatch, comparison_runs)
+    start_others_as_forks(monkeypatch, compare)
     words = [word for word in WORDS if not word.startswith("mixer=")]
     rates = "learning_rates=[0,0.02]"
     done = command_here(folder, "compare", *words, "mixers=[linear_attention]", rates, "plot=false", "output=compared")

@@ -16,8 +16,8 @@ PROBE = ("task=probe", "mixer=deltanet", "recipe.batch_size=64")
 
 RECIPES = {
     **{name: (*IMAGE, f"recipe={name}") for name in ("digits", "cifar10", "deit", "deit3", "vim")},
-    **{name: (*TEXT, f"recipe={name}") for name in ("standard_library", "lm", "deltanet_lm", "gsa_lm", "longhorn_lm")},
-    **{name: (*PROBE, f"recipe={name}") for name in ("probe", "mad")},
+    **{name: (*TEXT, f"recipe={name}") for name in ("standard_library", "lm")},
+    **{name: (*PROBE, f"recipe={name}") for name in ("probe",)},
 }
 
 

@@ -44,7 +44,6 @@ def run(cfg: DictConfig) -> ExportReport:
     from longseq.tasks.training import checkpoint
 
     keys = read_command(Export, cfg)
-    assert keys.checkpoint is not None
     format = keys.format or _format_of(keys.output)
     tasks = {name: base for base in EXPORTS for name in registry.like(base)}
     loaded = checkpoint.load(keys.checkpoint, weights=keys.weights, any_resolution=keys.dynamic_resolution, tasks=tasks)

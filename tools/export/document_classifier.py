@@ -49,7 +49,7 @@ class DocumentClassifierFile(nn.Module):
 
     def forward(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         if torch.jit.is_tracing():
-            # A check that TorchScript keeps: a single length would be that of all. The other formats have their own.
+            # TorchScript would broadcast a single length; the other formats check the shape themselves.
             lengths = lengths.reshape(tokens.shape[0])
         mask = torch.arange(tokens.shape[1], device=tokens.device) < lengths.unsqueeze(1)
         # The padding may hold numbers that are no tokens.
@@ -97,7 +97,7 @@ def export_document_classifier(
     shapes = sorted({(batch, min(tokens, limit or tokens)) for batch in batch_sizes for tokens in COMPARED_TOKENS})
 
     def read_one_by_one(model: Any, tokens: Tensor) -> Tensor:
-        """The logarithms of the probabilities of documents that are read alone, without padding."""
+        """The logarithms of the probabilities, reading each document without padding."""
         lengths = _compared_lengths(tokens).tolist()
         logits = [model(row[:length].unsqueeze(0)) for row, length in zip(tokens, lengths, strict=True)]
         return _logarithms(probabilities(torch.cat(logits), multi_label=multi_label))

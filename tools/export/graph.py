@@ -17,10 +17,10 @@ def capture(
 ) -> torch.export.ExportedProgram:
     """Trace `module` with the named axes symbolic; torch.export raises an error for an axis that the model fixes.
 
-    `example` holds the arguments; `axes` are those of its tensors, in order. The reset removes guards of an earlier
-    trace, which would turn an open axis of this one into a constant. Gradients are off, because scans cannot be traced
-    with them. The arguments are copied: of a view, torch.export would also compare the size of the tensor behind it,
-    which later arguments do not have.
+    `example` holds the arguments; `axes` names the open axes of its tensors, in order. The reset removes guards of an
+    earlier trace, which would turn an open axis of this one into a constant. Gradients are off, because scans cannot be
+    traced with them. The arguments are copied: for a view, torch.export would also compare the size of its base, which
+    later arguments do not have.
     """
     torch._dynamo.reset()
     example = tree_map(torch.clone, example)

@@ -55,7 +55,7 @@ class LanguageModelFile(nn.Module):
 
     def forward(self, tokens: Tensor, states: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         if torch.jit.is_tracing():
-            # A check that TorchScript keeps: some operators would repeat a single row. Other formats have their own.
+            # Some operators of TorchScript would repeat a single row; other formats check the shape themselves.
             states = [state.reshape(tokens.shape[0], *state.shape[1:]) for state in states]
         state = fill_state(self.template, states)
         tokens = tokens_of(tokens, self.model.vocab_size)
@@ -82,8 +82,8 @@ def export_language_model(
     The file takes one token int64 [batch] and the states before it, and gives logits [batch, vocabulary] and the states
     after it. With `dynamic_length` it takes tokens [batch, length] and gives logits [batch, length, vocabulary]; the
     states of both files are alike. Any batch size fits. Attention has room for `max_length` tokens, or as many as the
-    model has learned positions, and the file refuses more; other layers read any number. `state_spec` tells the states
-    and their values before the first token, and so does the file's metadata.
+    model has learned positions, and the file refuses more; other layers read any number. `state_spec` and
+    the file's metadata list the states and their values before the first token.
 
     The file is written in float32 from a copy on the CPU; the model does not change. `data` is what a checkpoint knows
     of its text (see `longseq.tasks.text.tokenizer.TextInfo`).
@@ -158,8 +158,8 @@ def _compare(
 ) -> Comparison:
     """Compare what the file reads piece by piece with what the model gives for the whole sequences.
 
-    Reading piece by piece rounds in other places. Its own rounding error is added to that of the parallel form where
-    the file would differ too much without it: layers that normalise outputs near zero make it large.
+    Reading piece by piece rounds differently. If the file differs too much, its own rounding error is added to the
+    parallel form's: layers that normalise outputs near zero make it large.
     """
     starts = [state.starts(len(expected.batch)) for state in states]
     found = compare(lambda batch: read(call, batch, starts), expected, tolerance)

@@ -84,12 +84,12 @@ def language_metadata(
 ) -> dict[str, Any]:
     """Facts about a language model's file: vocabulary, tokenizer, input, output and states, and its origin.
 
-    `limit` is the most tokens that the file reads, None: any. `vocab_size` is that of the model; its tokenizer may use
-    fewer tokens.
+    `limit` is the most tokens that the file reads, None: any number. The tokenizer may have fewer tokens than the
+    model's `vocab_size`.
     """
     metadata = _facts_of_text(data, TEXT)
     if "tokenizer" in metadata:
-        # The token in front of a text that the model continues, None where it reads the text alone.
+        # The token in front of a text that the model continues, None if there is none.
         tokenizer = metadata["tokenizer"]
         start = find_start(tokenizer) if "start" in tokenizer else metadata.get("separator")
         metadata["start"] = None if tokenizer.get("bare_prompts") else start
@@ -140,7 +140,7 @@ def _origin(model: nn.Module) -> dict[str, Any]:
 
 
 def check_class_names(data: Mapping[str, Any], classes: int) -> None:
-    """Raise ValueError if `class_names` are not those of a model with so many classes."""
+    """Raise ValueError if the number of `class_names` is not the model's."""
     names = data.get("class_names")
     if names and len(names) != classes:
         raise ValueError(f"the model has {classes} classes and class_names {len(names)}")

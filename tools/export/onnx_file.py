@@ -1,4 +1,4 @@
-"""ONNX, for onnxruntime without torch or longseq: one file, beside it the weights if they are more than it can hold."""
+"""ONNX, for onnxruntime without torch or longseq: one file, with large weights in a second one."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from longseq.tools.export.spec import FileSpec
 
 __all__ = ["open_file", "optimize", "write"]
 
-# A protobuf message ends at 2 GiB; the graph around the weights takes some of it. Weights of more bytes lie beside it.
+# Bytes of weights in the file: a protobuf message has at most 2 GiB, with the graph.
 LARGEST_WEIGHTS = 2**31 - 64 * 2**20
 
 
 def write(module: nn.Module, example: tuple[Any, ...], path: Path, spec: FileSpec) -> None:
     """Write `module` to `path`, with named inputs, outputs and open axes, and the metadata as its properties.
 
-    Weights above LARGEST_WEIGHTS go to the file PATH.data, which runtimes find beside it by that name.
+    Weights above LARGEST_WEIGHTS go to the file PATH.data, which runtimes find in the same folder.
     """
     import onnx
     import onnx_ir

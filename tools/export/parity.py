@@ -50,7 +50,7 @@ def probe_images(batch: int, channels: int, height: int, width: int, *, pixels: 
 
 
 def probe_tokens(batch: int, length: int, vocab_size: int) -> Tensor:
-    """Tokens [B, T] for the comparison: random ones, a short pattern and one token alone, in turn.
+    """Tokens [B, T] for the comparison: random ones, a short pattern and one repeated token, in turn.
 
     Equal tokens have equal keys, for which a delta rule's triangular systems are hardest.
     """

@@ -33,7 +33,7 @@ def _open_sizes(program: torch.export.ExportedProgram, module: nn.Module, reads:
 
     torch guards sizes where it chooses how a tensor lies in memory and whether an axis has one entry. The operators are
     right without these guards, and the export compares the file with the model on these arguments. Guards that `reads`
-    meet stay, such as those of a model for whole patches.
+    meet stay, such as the check of a model for whole patches.
     """
     signature = inspect.signature(module.forward)
     inputs = [signature.bind(*arguments).arguments for arguments in reads]

@@ -19,7 +19,7 @@ __all__ = ["ExportReport"]
 class ExportReport:
     """The written file and its comparison with the model.
 
-    `unit`: what a batch holds: image, token or document. `beside`: files that `path` needs in its folder. `size`: the
+    `unit`: an item of a batch: image, token or document. `beside`: files that `path` needs in its folder. `size`: the
     bytes of all files. Latencies are medians of one call at batch size 1 on this CPU.
     """
 

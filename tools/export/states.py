@@ -19,8 +19,8 @@ __all__ = ["StateSpec", "state_spec"]
 class StateSpec:
     """One tensor of a model's state.
 
-    `name` is that of `longseq.state.state_tensors`, such as layers.0.memory. `shape` has names for open axes: batch,
-    and past for a state that keeps something of each token. `start` is the value before the first token, of one row.
+    `name` is from `longseq.state.state_tensors`, such as layers.0.memory. `shape` names open axes: batch, and past for
+    a state that grows with each token. `start` is the value of one row before the first token.
     """
 
     name: str
@@ -76,9 +76,8 @@ class StateSpec:
 def state_spec(model: TokenBackbone, max_length: int | None = None) -> list[StateSpec]:
     """The states of a language model, in the order of `longseq.state.state_tensors`.
 
-    With `max_length`, attention has room for so many tokens in all, as `TokenBackbone.preallocate` gives it, but for no
-    more than the model has learned positions. Without it, its state grows with each token, as that of Hyena always
-    does.
+    With `max_length`, attention has room for so many tokens (see `TokenBackbone.preallocate`), at most the number of
+    learned positions. Without it, its state grows with each token, as Hyena's always does.
 
     Raises:
         ValueError: the model does not read forward.

@@ -10,8 +10,8 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from longseq.tasks.circumstances import choose_device
 from longseq.tasks.commands import Harness
-from longseq.tasks.devices import choose_device
 from longseq.tasks.report import print_rows, quiet_libraries, shorten
 from longseq.tasks.training.configuration import read_command
 from longseq.tasks.training.system import write_text
@@ -24,8 +24,6 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     from longseq.tools.harness.workers import Workers
 
     keys = read_command(Harness, cfg)
-    assert keys.checkpoint is not None
-    assert keys.tasks is not None
     folder = Path(keys.checkpoint).resolve()
     output = Path(keys.output or (folder if folder.is_dir() else folder.parent) / "harness.json")
     device = choose_device(keys.device)

@@ -56,7 +56,7 @@ def _find(root: Path, path: str, name: str | None) -> Path:
 
 
 def _splits(folder: Path) -> dict[str, Path]:
-    """The splits of a folder: saved sets, or files whose names are those of the splits."""
+    """The splits of a folder: saved sets, or files named after the splits."""
     saved = {path.parent.name: path.parent for path in sorted(folder.glob("*/state.json"))}
     files = {
         path.stem: path for path in sorted(folder.iterdir()) if path.suffix in _FILES and path.name not in _NO_SPLITS

@@ -35,7 +35,7 @@ class Worker:
     def write(self, numbered: Sequence[tuple[int, str]], options: dict[str, Any]) -> list[str]:
         """The continuations of prompts, in one batch; `options` are keys of `longseq generate`.
 
-        Each prompt comes with its number among all, on which alone what is drawn for it depends.
+        Each prompt comes with its number among all prompts, which seeds its draws.
         """
         keys = Generate(checkpoint="", prompt="", batch_size=len(numbered), **options)
         numbers, prompts = zip(*numbered, strict=True)

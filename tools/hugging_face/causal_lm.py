@@ -107,7 +107,7 @@ class LongseqForCausalLM(BackboneModel, GenerationMixin):
             labels: `[B, T]`, the tokens themselves, -100 where nothing is predicted; shifted here. The first token
                 behind padding is not predicted, either.
             use_cache: return the cache; by default the configuration's `use_cache`, and not in training.
-            logits_to_keep: score the last n tokens alone, 0 for all; or the indices of the tokens.
+            logits_to_keep: score only the last n tokens, 0 for all; or the indices of the tokens.
             cache: the cache of the tokens before, by its name from transformers 5.24 on.
             kwargs: `position_ids [1, T]` that begin anew separate packed sequences, as do their numbers
                 `seq_idx [1, T]` and the borders `cu_seq_lens_q [N + 1]`. Each one is read from position 0 on. The loss
@@ -119,7 +119,7 @@ class LongseqForCausalLM(BackboneModel, GenerationMixin):
         """
         cache = past_key_values if cache is None else cache
         cache, mask, borders = self._enter(input_ids, attention_mask, cache, use_cache, kwargs)
-        # Weights that are offloaded are fetched for `forward` of a layer alone, not for its `step`.
+        # Offloaded weights are fetched for a layer's `forward`, but not for its `step`.
         offloaded = self.body.embedding.weight.is_meta
         one = input_ids.shape[1] == 1 and mask is None and borders is None and not offloaded
         if cache is not None and cache.state is not None and one:
@@ -159,7 +159,7 @@ class LongseqForCausalLM(BackboneModel, GenerationMixin):
         cache: LongseqCache | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """Read tokens without scoring; the arguments are those of `forward`, and `last_hidden_state` is `[B, T, D]`."""
+        """Read tokens without scoring; arguments as for `forward`; `last_hidden_state` is `[B, T, D]`."""
         cache = past_key_values if cache is None else cache
         cache, mask, borders = self._enter(input_ids, attention_mask, cache, use_cache, kwargs)
         features = self._read(input_ids, cache, mask, borders)
@@ -226,7 +226,7 @@ class LongseqForCausalLM(BackboneModel, GenerationMixin):
         return inputs
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """The head; that of a model that scores by its embeddings has no parameters of its own."""
+        """The head; with tied embeddings it has no parameters of its own."""
         return self.lm_head if self.model.head is None else self.model.head
 
     def set_output_embeddings(self, new_embeddings: Any) -> None:

@@ -29,7 +29,7 @@ COMPUTED = ("rope_parameters", "original_max_position_embeddings", "layer_types"
 # Files of a tokenizer's vocabulary, in the forms that transformers reads. Ours is the first.
 VOCABULARIES = (TOKENIZER_FILE, "tokenizer.model", "vocab.json")
 
-# Files beside the weights that a converted model needs as its source did.
+# Files of the source that a converted model needs.
 COPIED = (
     *VOCABULARIES,
     "tokenizer_config.json",
@@ -49,7 +49,7 @@ GENERATION = ("bos_token_id", "eos_token_id", "pad_token_id")
 class TokenModel:
     """A token model whose weights are not read yet: the arguments of `TokenBackbone`, and the weights by name.
 
-    `folder` is the source if it is a folder. `text` is that of `longseq.models.PretrainedModel`; its tokenizer may be
+    `folder` is the source if it is a folder. `text` is as in `longseq.models.PretrainedModel`; its tokenizer may be
     None, as the files of a folder are copied.
     """
 
@@ -89,7 +89,7 @@ def read_model(source: Path) -> TokenModel:
 def write_model(model: TokenModel, folder: Path, max_shard_size: int | str = "5GB") -> None:
     """Write a folder for `longseq.from_pretrained`, with the files of the source's tokenizer.
 
-    Weights above `max_shard_size` are spread over files; no more than those of one file are in memory at a time.
+    Weights above `max_shard_size` are spread over files; memory holds the weights of one file at a time.
     """
     backbone = model.backbone()
     backbone.text = model.text
@@ -143,10 +143,10 @@ def change_mixer(model: TokenModel, pattern: Pattern, options: Mapping[str, Any]
 
     Embeddings, norms, MLPs and the head are kept, and so are the projections of queries, keys, values and outputs.
     Layers that the pattern leaves at their mixer stay as they are. New parameters are initialised as in a new model, in
-    the type of the weights. `options` are those of the new mixers, as `mixer_options` of `TokenBackbone`.
+    the type of the weights. `options` are the `mixer_options` of the new mixers (see `TokenBackbone`).
 
     Source: Gated Slot Attention (Zhang et al., 2024), section 4.2: GLA and RetNet with ReLU as feature map and without
-    an output gate, GSA with grouped keys. SUPRA is that of Mercat et al., 2024.
+    an output gate, GSA with grouped keys. SUPRA: Mercat et al., 2024.
 
     Raises:
         ValueError: a layer has parameters that have no place in the new mixer.
@@ -160,7 +160,7 @@ def change_mixer(model: TokenModel, pattern: Pattern, options: Mapping[str, Any]
             made.setdefault(new, own[new])
             continue
         if old not in SOFTMAX or new not in CARRIED:
-            raise ValueError(f"layers of {old} do not become {new}; those of attention become {', '.join(CARRIED)}")
+            raise ValueError(f"layers of {old} do not become {new}: attention becomes {', '.join(CARRIED)}")
         carried = {**CARRIED[new](own[old], model.arguments["d_model"]), **chosen[new]}
         if made.setdefault(new, carried) != carried:
             raise ValueError(f"mixer={pattern}: the layers of {new} would have different options")
@@ -192,8 +192,8 @@ def _attention_options(attention: Values, d_model: int) -> dict[str, Any]:
     return {key: value for key, value in attention.items() if key != "window"}
 
 
-# Mixers that attention becomes, and their options. The first rows of their input projections are those of attention:
-# queries, keys and values.
+# Mixers that attention becomes, and their options. Their input projections begin with attention's rows: queries, keys
+# and values.
 CARRIED: dict[str, Callable[[Values, int], dict[str, Any]]] = {
     "gsa": _gsa_options,
     "gla": _gla_options,
@@ -226,7 +226,7 @@ def _carry(model: TokenModel, backbone: TokenBackbone, seed: int) -> dict[str, W
 def _new_part(
     backbone: TokenBackbone, name: str, old: Weight | None, dtype: torch.dtype, seed: int
 ) -> Callable[[], Tensor]:
-    """Reads an initialised parameter of a mixer; its first rows are those of `old`."""
+    """Reads an initialised parameter of a mixer, which begins with the rows of `old`."""
     layer = int(name.split(".")[1])
 
     def read() -> Tensor:
@@ -257,7 +257,7 @@ def _ours(
 
 
 def _spell(family: Family, backbone: TokenBackbone) -> dict[str, dict[str, int]]:
-    """For each weight of ours, those of the family whose rows it has, one below the other."""
+    """The family's weights that make up each of ours, one below the other, with their rows."""
     names = family.names([block.mixer for block in backbone.blocks])
     spelled = {}
     for name, tensor in backbone.state_dict().items():
@@ -278,7 +278,7 @@ def _their_shape(name: str, rows: int, shape: tuple[int, ...]) -> tuple[int, ...
 
 
 def _join(family: Family, backbone: TokenBackbone, theirs: Mapping[str, Weight]) -> dict[str, Weight]:
-    """Our weights, of those of a family."""
+    """Our weights from a family's."""
     found: dict[str, Weight] = {}
     read: set[str] = set()
     wanted = backbone.state_dict()

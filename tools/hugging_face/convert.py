@@ -27,8 +27,6 @@ from longseq.tools.hugging_face.families import FAMILIES
 def run(cfg: DictConfig) -> Path:
     """Convert a model as configured; returns the folder that was written."""
     keys = read_command(Convert, cfg)
-    assert keys.source is not None
-    assert keys.output is not None
     output = Path(keys.output)
     if output.exists() and any(output.iterdir()):
         raise ValueError(f"output={output} is not empty")

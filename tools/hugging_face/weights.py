@@ -31,7 +31,7 @@ class Weight:
 
 
 def read_weights(folder: Path) -> dict[str, Weight]:
-    """The weights of a folder by name: those of the shards that its index names, or of its only file.
+    """The weights of a folder by name, from the shards in its index or from its only file.
 
     Raises:
         ValueError: the shards do not have the weights of the index.

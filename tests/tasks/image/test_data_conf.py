@@ -8,8 +8,8 @@ from group_tasks import task_of
 from hydra import compose, initialize_config_module
 from image_data import image_data
 
-from longseq.tasks.experiment import with_any_choice
 from longseq.tasks.image.transforms import BatchMixing
+from longseq.tasks.registry import with_any_choice
 from longseq.tasks.training import targets
 from longseq.tasks.training.configuration import resolve
 from longseq.tasks.training.schedule import WARMUPS
@@ -40,7 +40,6 @@ def test_every_data_set_builds_with_its_recipe(name):
         config["data"]["train_set"] = {"_target_": "my_module.MyDataset"}
     module = image_data(**config["data"], augment=config["recipe"]["augment"], batch_size=4, seed=0)
     assert module.keys.name == name
-    assert name in names("recipe")
 
 
 @pytest.mark.parametrize(("task", "name"), [(task_of("recipe", name), name) for name in names("recipe")])

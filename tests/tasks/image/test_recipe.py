@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from timm.utils import CheckpointSaver, ModelEmaV3
 
 import longseq
-from longseq.tasks import experiment, registry, train
+from longseq.tasks import registry, train
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.training.configuration import resolve
 
@@ -272,4 +272,4 @@ def open_info(images: int) -> DataInfo:
 
 
 def choose(config: DictConfig, info: DataInfo) -> tuple[dict[str, Any], str | None]:
-    return experiment.choose(resolve(config), info)
+    return registry.choose(resolve(config), info)

@@ -160,7 +160,7 @@ def test_an_interrupted_run_resumes_to_the_weights_of_an_uninterrupted_one(compo
 PRESETS = sorted(
     path.stem
     for path in (Path(longseq.conf.__file__).parent / "data").glob("*.yaml")
-    if any(word in path.read_text() for word in ("generator: ", "- mad_recall", "- mqar_vla"))
+    if any(word in path.read_text() for word in ("generator: ", "- mad_recall"))
 )
 
 

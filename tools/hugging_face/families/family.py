@@ -1,8 +1,8 @@
 """The families of models that other libraries save: what their config.json means, and how they call their weights.
 
 A family is a table. Its `names` map a module of ours in a block to a module of theirs in a layer, or to several whose
-weights stand one below the other in ours, with their rows. What a family cannot express is found by the way back: its
-`config` of our arguments must give the same arguments again.
+weights are stacked in ours, with their rows. To find what a family cannot express, its `config` of our arguments must
+give the same arguments again.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Family:
         model_type, architecture: what config.json calls it.
         arguments: the arguments of `TokenBackbone` for a config.json that has its defaults filled in.
         config: the config.json for arguments of `TokenBackbone`.
-        mixers: those that the family has.
+        mixers: the names of its mixers.
         mixer_names: the names in a layer of a mixer's modules and parameters.
-        block_names: those of the other modules in a block.
+        block_names: the names of the other modules in a block.
         defaults: keys that config.json may leave out.
-        expected: the values of keys with which alone our model computes what theirs does.
+        expected: required values of keys; with others, our model would compute something else.
         layer: how the names of layer {i} begin.
         ends: the names outside of the layers.
     """
@@ -141,7 +141,7 @@ def read_rotary(values: Values) -> dict[str, Any]:
     if kind == "default":
         return {"rotary": True, "rotary_base": float(base), "rotary_scaling": None}
     if kind in ("llama3", "yarn"):
-        # transformers takes the number beside the rope parameters before the one among them.
+        # transformers prefers the top-level number to the one among the rope parameters.
         if "original_max_position_embeddings" in values:
             rope["original_max_position_embeddings"] = values["original_max_position_embeddings"]
         rope.setdefault("original_max_position_embeddings", values.get("max_position_embeddings"))

@@ -195,7 +195,7 @@ def _read_gsa(values: Values) -> dict[str, Any]:
         "num_slots": values["num_slots"] or values["hidden_size"] // heads,
         "gate_temperature": float(values["gate_logit_normalizer"]),
         "feature_map": _known(_SLOT_MAPS, values["feature_map"], "feature_map"),
-        "norm_eps": 1e-5,  # that of fla's fused norm and projection, whatever config.json says
+        "norm_eps": 1e-5,  # fla's fused norm and projection has this eps, whatever config.json says
     }
 
 

@@ -60,7 +60,7 @@ def _sliding_window(values: Values) -> int | None:
 
 
 def _windows_of(values: Values, window: int | None, types: Sequence[str]) -> Windows:
-    """The windows of layers with the types that config.json tells, and else of `types`."""
+    """The windows of layers by the types in config.json, or by `types` if it has none."""
     given = _layer_types(values)
     if window is None and SLIDING in (given or ()):
         raise ValueError(f"layer_types has layers of the type {SLIDING}, and no sliding_window is in use")
