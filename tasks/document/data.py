@@ -305,7 +305,7 @@ class DocumentData(TaskData):
         plan = [store.VERSION, reader.stamp, reading, made_by]
         folder = in_cache(name, plan, keys.cache, store.MANIFEST, lambda folder: _write(reader, tokenizer, folder))
         opened = store.open_store(folder, check=keys.check)
-        manifest: Any = opened.manifest
+        manifest = json.loads((folder / store.MANIFEST).read_text(encoding="utf-8"))
         sets = [tuple(one) for one in manifest["label_sets"]]
         return Labelled(opened.splits[_DOCUMENTS], sets, manifest["left_out"], folder)
 
