@@ -20,7 +20,7 @@ from report import add_circumstances
 from longseq.backbones.generation import Continuation, Sampling, TokenSampler
 from longseq.backbones.tokens import TokenBackbone
 from longseq.parameters import count_parameters
-from longseq.tasks.generate import draw_tokens
+from longseq.tasks.lm.writer import draw_tokens
 
 VOCABULARY = 32_000
 PROMPT = 512

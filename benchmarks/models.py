@@ -32,7 +32,7 @@ from longseq.kernels.packing import Packing
 from longseq.kernels.self_test import CACHE_VARIABLE
 from longseq.mixers.attention import KeyValueCache
 from longseq.parameters import count_parameters
-from longseq.tasks.generate import draw_tokens
+from longseq.tasks.lm.writer import draw_tokens
 
 NOTES = (
     "bfloat16 autocast over float32 weights; training is forward, backward and a step of fused AdamW, on random data "

@@ -11,8 +11,10 @@ from typing import Any, TypeVar
 import torch
 
 from longseq import plugins
-from longseq.tasks.generate import TASKS, Generate, Writer
+from longseq.tasks.commands import Generate
+from longseq.tasks.generate import TASKS
 from longseq.tasks.lm.likelihood import Likelihood, Row, score_rows
+from longseq.tasks.lm.writer import Writer
 from longseq.tasks.report import progress_bar
 from longseq.tasks.text.tokenizer import TextInfo
 from longseq.tasks.training import checkpoint

@@ -8,7 +8,8 @@ import torch
 from longseq import mixers
 from longseq.backbones.tokens import TokenBackbone
 from longseq.tasks import generate
-from longseq.tasks.generate import Generate, Writer
+from longseq.tasks.commands import Generate
+from longseq.tasks.lm.writer import Writer
 from longseq.tasks.text.tokenizer import ByteTokenizer, StopStrings, TextStream
 
 PROMPTS = ["a", "some text", "", "état", "a longer prompt than the others"]
