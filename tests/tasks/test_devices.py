@@ -38,8 +38,6 @@ def run(tmp_path, monkeypatch, command_here):
                 done = command_here(tmp_path, *words)
         assert done.returncode in (0, 143), done.stderr
         assert "continuing from" in done.stdout or notes == "first", done.stdout
-        told = "what is drawn for a whole batch (mixing, dropout) differs" in done.stderr
-        assert told == (notes == "second"), done.stderr
         files = sorted((tmp_path / notes).iterdir())
         return [[[int(word) for word in line.split()] for line in file.read_text().splitlines()] for file in files]
 
