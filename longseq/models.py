@@ -424,7 +424,12 @@ def _read_checkpoint(path: Path, weights: str, label: str) -> SavedModel:
     taken = "ema" if averaged and weights != "model" else "model"
     state = checkpoint[CHECKPOINT_RAW_WEIGHTS if averaged and taken == "model" else CHECKPOINT_WEIGHTS]
     prefix = CHECKPOINT_PREFIX
-    own = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+    # torch.compile(model) is a module that holds the model as `_orig_mod`.
+    own = {
+        name.removeprefix(prefix).replace("_orig_mod.", ""): value
+        for name, value in state.items()
+        if name.startswith(prefix)
+    }
     data = (checkpoint.get(CHECKPOINT_RUN) or {}).get("data") or {}
     text = None
     if all(key in data for key in ("tokenizer", *DOCUMENT_KEYS)):
