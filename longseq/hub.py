@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from safetensors.torch import load_file
+from torch import Tensor
+
 from longseq.tokenizer_files import GENERATION_FILE, SETTINGS_FILE, TOKENIZER_FILE
 from longseq.version import installed_version
 
@@ -54,12 +57,27 @@ def is_on_hub(source: str | Path) -> bool:
     return str(source).startswith(HUB) and not Path(source).exists()
 
 
-def weight_files(folder: Path) -> list[str]:
-    """The names of the files of weights: model.safetensors, or the files of the index."""
+def weight_map(folder: Path) -> dict[str, str] | None:
+    """The file of each weight, by the index of a folder with several files; None for model.safetensors alone."""
     index = folder / INDEX_FILE
     if (folder / WEIGHTS_FILE).is_file() or not index.is_file():
-        return [WEIGHTS_FILE]
-    return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        return None
+    return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+
+
+def weight_files(folder: Path) -> list[str]:
+    """The names of the files of weights."""
+    places = weight_map(folder)
+    return [WEIGHTS_FILE] if places is None else sorted(set(places.values()))
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """The weights of a folder, each from the file that the index names. KeyError for one that this file lacks."""
+    files = {name: load_file(folder / name) for name in weight_files(folder)}
+    places = weight_map(folder)
+    if places is None:
+        return files[WEIGHTS_FILE]
+    return {name: files[place][name] for name, place in places.items()}
 
 
 def upload(

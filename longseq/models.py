@@ -40,12 +40,12 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, distributed, nn
 
 from longseq.arguments import KeepsArguments
 from longseq.blocks.sharding import gather, is_sharded, unsharded_class
-from longseq.hub import CARD_FILE, CONFIG_FILE, HUB, INDEX_FILE, WEIGHTS_FILE, find_source, upload, weight_files
+from longseq.hub import CARD_FILE, CONFIG_FILE, HUB, INDEX_FILE, WEIGHTS_FILE, find_source, read_weights, upload
 from longseq.mixers import Mixer, check_revisions, mixer_revisions
 from longseq.model_card import model_card
 from longseq.plugin_models import describe_plugin_model, is_plugin_model, rebuild_plugin_model
@@ -324,8 +324,7 @@ def read(source: str | Path, weights: str = "auto", label: str | None = None) ->
     if weights == "ema":
         raise ValueError(f"{label} is a folder, which has no averaged weights besides the others")
     config, text = _read_config(path)
-    state = {name: value for file in weight_files(path) for name, value in load_file(path / file).items()}
-    return SavedModel(label, config, state, text=text)
+    return SavedModel(label, config, read_weights(path), text=text)
 
 
 def restore(saved: SavedModel, changes: Mapping[str, Any] | None = None, dtype: torch.dtype | None = None) -> nn.Module:
@@ -425,7 +424,12 @@ def _read_checkpoint(path: Path, weights: str, label: str) -> SavedModel:
     taken = "ema" if averaged and weights != "model" else "model"
     state = checkpoint[CHECKPOINT_RAW_WEIGHTS if averaged and taken == "model" else CHECKPOINT_WEIGHTS]
     prefix = CHECKPOINT_PREFIX
-    own = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+    # torch.compile(model) is a module that holds the model as `_orig_mod`.
+    own = {
+        name.removeprefix(prefix).replace("_orig_mod.", ""): value
+        for name, value in state.items()
+        if name.startswith(prefix)
+    }
     data = (checkpoint.get(CHECKPOINT_RUN) or {}).get("data") or {}
     text = None
     if all(key in data for key in ("tokenizer", *DOCUMENT_KEYS)):

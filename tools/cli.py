@@ -106,6 +106,7 @@ def main() -> int:
     if arguments[0] in ("-V", "--version"):
         print(f"longseq {installed_version()}")
         return 0
+    forget_rank()
     try:
         _run_verb(_find_verb(arguments), arguments[1:])
     except KeyboardInterrupt:
@@ -119,6 +120,16 @@ def main() -> int:
         print(f"longseq: error: {explain(error)}", file=sys.stderr)
         return 2
     return 0
+
+
+def forget_rank() -> None:
+    """Remove a rank that another job left in the environment, without the number of its processes.
+
+    Lightning would take this process, which is the only one, for a later one, and write neither metrics nor a model.
+    """
+    if not {"WORLD_SIZE", "SLURM_NTASKS", "JSM_NAMESPACE_SIZE"} & os.environ.keys():
+        for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK"):
+            os.environ.pop(name, None)
 
 
 def explain(error: BaseException) -> str:

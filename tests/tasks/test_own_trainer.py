@@ -18,6 +18,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper
 from torch.nn import functional
 
+import longseq
 from longseq.backbones.classifier import TextClassifier
 from longseq.backbones.tokens import TokenBackbone
 from longseq.tasks import ImageClassifier
@@ -94,6 +95,17 @@ class Noted(Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         inputs = getattr(batch[0], "tokens", batch[0])
         self.batches.setdefault(trainer.current_epoch, []).append(inputs.detach().clone())
+
+
+def test_a_checkpoint_of_a_compiled_model_is_that_of_the_model(tmp_path):
+    module, data = open_images(tmp_path)
+    model = module.backbone
+    module.backbone = torch.compile(model, backend="eager")
+    fitted = trainer(limit_train_batches=1, limit_val_batches=0)
+    fitted.fit(module, datamodule=data)
+    fitted.save_checkpoint(tmp_path / "compiled.ckpt")
+    images = torch.randn(2, 1, 8, 8)
+    assert torch.equal(longseq.from_pretrained(tmp_path / "compiled.ckpt")(images), model.eval()(images))
 
 
 @pytest.mark.parametrize("opened", TASKS)

@@ -108,6 +108,14 @@ def test_a_run_that_ends_before_its_model_is_written_is_finished_by_resume(tmp_p
     assert "this run is finished" in command_here(tmp_path, *words, "resume=true").stdout
 
 
+def test_a_rank_that_another_job_left_is_ignored(tmp_path, monkeypatch, command_here, tiny_overrides):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    done = command_here(tmp_path, "train", *tiny_overrides, "recipe.epochs=1", "output=run")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run" / "metrics.json").is_file()
+    assert (tmp_path / "run" / "model").is_dir()
+
+
 @pytest.mark.slow
 def test_a_finished_run_of_another_configuration_is_not_taken_for_this_one(tmp_path, command_here, tiny_overrides):
     words = ("train", *tiny_overrides, "recipe.epochs=1", "output=run", "data.num_workers=0")

@@ -337,10 +337,12 @@ def test_onnx_file_is_one_file_with_metadata_and_open_axes(tmp_path: Path) -> No
     assert b"image.py" not in report.path.read_bytes(), "no source lines of the machine that exported"
 
 
-def test_export_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+def test_export_leaves_the_model_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = build().train().double()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    export_image_classifier(model, tmp_path / "model.pt", format="torchscript", data=DATA)
+    path = tmp_path / "[/b]" / "model.pt"  # no markup
+    export_image_classifier(model, path, format="torchscript", data=DATA).print()
+    assert str(path) in capsys.readouterr().out
     assert model.training
     assert all(parameter.requires_grad for parameter in model.parameters())
     for name, value in model.state_dict().items():

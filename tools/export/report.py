@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from longseq.tools.export.parity import Comparison
 
@@ -36,8 +37,8 @@ class ExportReport:
 
     def print(self) -> None:
         """Print the comparison as a table and the facts about the file below it."""
-        console = Console(soft_wrap=True, highlight=False)
-        table = Table(title=f"{self.path.name} against the model", title_justify="left")
+        console = Console(soft_wrap=True, highlight=False, markup=False)
+        table = Table(title=Text(f"{self.path.name} against the model"), title_justify="left")
         for heading in (f"{self.unit}s", "max |difference|", "allowed", "model's rounding", "same top-1"):
             table.add_column(heading, justify="right")
         for row in self.comparisons:

@@ -98,6 +98,8 @@ def _writing(kwargs: dict[str, Any]) -> dict[str, Any]:
         "temperature": temperature if drawn else 0.0,
     }
     found |= {name: options.pop(name) for name in ("top_k", "top_p", "repetition_penalty") if name in options}
+    if options.get("num_beams") == 1:
+        del options["num_beams"]
     if options:
         raise ValueError(f"generation_kwargs of a task has {', '.join(sorted(options))}, which longseq does not have")
     return found
@@ -163,9 +165,9 @@ def _metrics(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The libraries print no lines and bars, and write nothing next to the user's sets."""
+    """The libraries print warnings only, and write nothing next to the user's sets."""
     disabled = logging.root.manager.disable
-    logging.disable(logging.WARNING)
+    logging.disable(logging.INFO)
     datasets.disable_progress_bars()
     datasets.disable_caching()
     try:

@@ -40,12 +40,11 @@ def read_weights(folder: Path) -> dict[str, Weight]:
     if not index.is_file():
         return _read_file(folder / WEIGHTS_FILE)
     places: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    found: dict[str, Weight] = {}
-    for name in sorted(set(places.values())):
-        found |= _read_file(folder / name)
+    files = {name: _read_file(folder / name) for name in set(places.values())}
+    found = {name: place for place, weights in files.items() for name in weights}
     if found.keys() != places.keys():
         raise ValueError(f"{index} and its shards differ in {', '.join(sorted(found.keys() ^ places.keys()))}")
-    return found
+    return {name: files[place][name] for name, place in places.items()}
 
 
 def _read_file(path: Path) -> dict[str, Weight]:

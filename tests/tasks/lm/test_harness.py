@@ -120,7 +120,7 @@ def test_continuations_are_greedy_and_end_at_a_stop_string(trained):
     for prompt in prompts:
         start = torch.tensor([[256, *prompt.encode()]])
         whole.append(ByteTokenizer().decode(model.generate(start, 9, temperature=0)[0, start.shape[1] :].tolist()))
-    kwargs = {"until": ["\n\n"], "max_gen_toks": 9, "do_sample": False}
+    kwargs = {"until": ["\n\n"], "max_gen_toks": 9, "do_sample": False, "num_beams": 1}
     found = adapter.generate_until([request(prompt, kwargs) for prompt in prompts])
     assert found == whole
     stop = {"until": [whole[0][1]], "max_gen_toks": 9}
