@@ -183,8 +183,6 @@ class ImageKeys(TaskKeys):
         check_metrics(group["metric"], group["metrics"], multi_label=bool(config["data"]["multi_label"]))
         if config["recipe"]["name"] == "finetune" and not starts_trained(config):
             raise ValueError("recipe=finetune begins with trained weights: give init=FILE or model.pretrained=true")
-        if config["init"] is not None and config["model"].get("pretrained"):
-            raise ValueError("init and model.pretrained=true both give the first weights: leave one out")
 
     def choose(self, config: Mapping[str, Any], info: DataInfo | None, parts: int) -> Choice:
         return choose_recipe(config, info, parts)

@@ -195,7 +195,7 @@ class ImageDataModule(TaskData):
         keys = self.keys
         sizes: dict[str, int | None]
         if is_stream(keys.source):
-            _log.warning("data.source=%s: a run resumed within an epoch reads the stream from the start", keys.source)
+            _log.warning("data.source=%s is a stream: a run resumed within an epoch restarts it", keys.source)
             sizes, class_names = self._describe_stream(list(_KINDS.values()))
         else:
             self._splits = self._splits or self._open_splits()

@@ -246,8 +246,6 @@ class OwnDataModule(TaskData):
         wanted = (self.keys.in_chans, self.keys.img_size, self.keys.img_size)
         if not isinstance(images, Tensor) or not images.is_floating_point() or images.shape[1:] != wanted:
             raise ValueError(f"{self.label}: images must be floats {['B', *wanted]}")
-        if len(targets) != len(images):
-            raise ValueError(f"{self.label}: a batch has {len(images)} images and {len(targets)} labels")
         return images, targets
 
     def _describe(self, stage: str) -> DataInfo:

@@ -143,8 +143,7 @@ class WorstErrors(Callback):
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._worst, self._sizes = None, []
 
-    def on_test_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.on_validation_epoch_start(trainer, pl_module)
+    on_test_epoch_start = on_validation_epoch_start
 
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: Any
@@ -156,10 +155,7 @@ class WorstErrors(Callback):
             worst = _find_worst(outputs, true, module.decide(outputs), images, batch_idx, module.multi_label)
             self._worst = worst.merge(self._worst, max(self.rows, self.count))
 
-    def on_test_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: Any
-    ) -> None:
-        self.on_validation_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+    on_test_batch_end = on_validation_batch_end
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         module: Any = pl_module
@@ -179,7 +175,12 @@ class WorstErrors(Callback):
         mistakes = self._gather(trainer, stage)
         if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return None
-        table = spell(mistakes[: self.rows], epoch)
+        file, of_epoch = io.StringIO(), {} if epoch is None else {"epoch": f"{epoch:g}"}
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow([*COLUMNS, *of_epoch])
+        for path, true, predicted, probability, loss, _ in mistakes[: self.rows]:
+            writer.writerow([path, true, predicted, f"{probability:.6f}", f"{loss:.6f}", *of_epoch.values()])
+        table = file.getvalue()
         write_text(self.folder / f"worst_errors_{stage}{'' if epoch is None else '_last'}.csv", table)
         board, shown = find_board(trainer), mistakes[: self.count] if drawn else []
         if shown and board is not None:
@@ -250,17 +251,6 @@ def _find_worst(
     rows = torch.arange(len(true), device=true.device)
     places = torch.stack([torch.full_like(rows, batch_idx), rows], dim=1)
     return _Worst(loss, probability, true, predicted, places, images)
-
-
-def spell(mistakes: list[Mistake], epoch: float | None = None) -> str:
-    """Mistakes as a csv with the columns `COLUMNS`, and `epoch` if given."""
-    file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    of_epoch = [] if epoch is None else [f"{epoch:g}"]
-    writer.writerow([*COLUMNS, *(["epoch"] if of_epoch else [])])
-    for one in mistakes:
-        writer.writerow([one.path, one.true, one.predicted, f"{one.probability:.6f}", f"{one.loss:.6f}", *of_epoch])
-    return file.getvalue()
 
 
 def pick_examples(datamodule: Any, count: int) -> tuple[Tensor, Tensor] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -56,17 +56,10 @@ class PixelErasing:
         return ~fill[0].isnan(), erased.nan_to_num_().to(torch.uint8)
 
 
-class TrainingSteps(NamedTuple):
-    """The random transforms of a PIL image: conversion to `mode`, crop to the model's size, colours, erasing."""
-
-    mode: ToMode
-    geometry: list[Any]
-    colour: list[Any]
-    erasing: PixelErasing | None
-
-
-def training_steps(info: DataInfo, augmentation: Augmentation) -> TrainingSteps:
-    """The parts of `training_transform`."""
+def training_steps(
+    info: DataInfo, augmentation: Augmentation
+) -> tuple[ToMode, list[Any], list[Any], PixelErasing | None]:
+    """The parts of `training_transform`: conversion to a mode, crop to the model's size, colours, erasing."""
     crop, colour, _ = create_transform(
         (3, info.side, info.side),
         is_training=True,
@@ -94,7 +87,7 @@ def training_steps(info: DataInfo, augmentation: Augmentation) -> TrainingSteps:
         if op.aug_fn is auto_augment.posterize:
             op.aug_fn = posterize
     erasing = PixelErasing(info, **augmentation.erasing.model_dump()) if augmentation.erasing.prob else None
-    return TrainingSteps(inner, geometry, colour.transforms, erasing)
+    return inner, geometry, colour.transforms, erasing
 
 
 def training_transform(info: DataInfo, augmentation: Augmentation) -> transforms.Compose:
@@ -164,17 +157,6 @@ def _channel_statistics(info: DataInfo, device: torch.device) -> tuple[Tensor, T
     return mean, std
 
 
-class Mixed(NamedTuple):
-    """Images `[B, C, H, W]`, their soft targets `[B, classes]`, and the weights of the losses.
-
-    `weights` are `[B, 1]`, of images, or `[B, classes]`, of decisions about labels; None if all are 1.
-    """
-
-    images: Tensor
-    targets: Tensor
-    weights: Tensor | None
-
-
 class BatchMixing:
     """Mixup, CutMix, label smoothing and class weights of a batch: a function of (seed, update, part of the batch).
 
@@ -215,26 +197,32 @@ class BatchMixing:
                 num_classes=num_classes,
             )
 
-    def __call__(self, images: Tensor, targets: Tensor, *, update: int, part: int = 0) -> Mixed:
+    def __call__(
+        self, images: Tensor, targets: Tensor, *, update: int, part: int = 0
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Mix in place: images [B, C, H, W] float, targets [B] int or with `multi_label` [B, classes] of 0 and 1.
 
-        `update` and `part` are as in `TrainedModule.seed_batch`. ValueError for an odd B.
+        Returns the images, soft targets [B, classes], and the weights of the losses: [B, 1] of images, [B, classes] of
+        decisions about labels, or None if all are 1. `update` and `part` are as in `TrainedModule.seed_batch`.
+        ValueError for an odd B.
         """
         if self._mixup is not None and len(images) % 2:
             raise ValueError(f"Mixup and CutMix pair the images of a batch: batch size {len(images)} per device is odd")
-        if self._class_weights is None and not self.multi_label:
-            if self._mixup is None:
-                return Mixed(images, mixup_target(targets, self.num_classes, smoothing=self.label_smoothing), None)
-            return Mixed(*self._mix(self._mixup, images, targets, update, part), None)
-        smooth, weights = self._smooth(targets), self._weigh(targets)
+        if self._mixup is not None and self._class_weights is None and not self.multi_label:
+            return *self._mix(self._mixup, images, targets, update, part), None
+        if self.multi_label:
+            smooth = targets * (1 - self.label_smoothing) + self.label_smoothing / 2
+        else:
+            smooth = mixup_target(targets, self.num_classes, smoothing=self.label_smoothing)
+        weights = self._weigh(targets)
         if self._mixup is None:
-            return Mixed(images, smooth, weights)
+            return images, smooth, weights
         shares = self._share(self._mixup, images, update, part)
         if weights is None:
-            return Mixed(images, shares @ smooth, None)
+            return images, shares @ smooth, None
         # A loss is linear in its target, so the weighted losses of both images are one loss of a weighted target.
         mixed = shares @ weights
-        return Mixed(images, (shares @ (weights * smooth)) / mixed.clamp_min(torch.finfo(mixed.dtype).tiny), mixed)
+        return images, (shares @ (weights * smooth)) / mixed.clamp_min(torch.finfo(mixed.dtype).tiny), mixed
 
     def weigh(self, targets: Tensor) -> tuple[Tensor, Tensor | None]:
         """Soft targets and loss weights `[B, 1]` for labels that are probabilities `[B, classes]`; without smoothing.
@@ -247,11 +235,6 @@ class BatchMixing:
         weighted = targets * self._class_weights
         sums = weighted.sum(dim=1, keepdim=True)
         return weighted / sums.clamp_min(torch.finfo(sums.dtype).tiny), sums
-
-    def _smooth(self, targets: Tensor) -> Tensor:
-        if self.multi_label:
-            return targets * (1 - self.label_smoothing) + self.label_smoothing / 2
-        return mixup_target(targets, self.num_classes, smoothing=self.label_smoothing)
 
     def _weigh(self, targets: Tensor) -> Tensor | None:
         """The weights of images, `[B, 1]`, or of the decisions about their labels, `[B, classes]`."""
