@@ -188,7 +188,7 @@ class ImageKeys(TaskKeys):
         return choose_recipe(config, info, parts)
 
 
-# From this number of images on, the recipe is that of ImageNet-1k.
+# From this number of images on, the recipe of ImageNet-1k is used.
 LARGE = 200_000
 
 # (images below this number, epochs from scratch, epochs from trained weights)

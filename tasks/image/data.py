@@ -18,7 +18,7 @@ from longseq.tasks.data.labels import count_classes, find_weights, name_some, ra
 from longseq.tasks.data.loader import Batch, BatchLoader, Failure, TrainingLoader, find_place, follow, work_ahead
 from longseq.tasks.data.module import TaskData, same_root
 from longseq.tasks.data.sampler import BalancedSampler, EvaluationSampler, TrainingSampler
-from longseq.tasks.image.config import LABEL_KEYS, OWN, OWN_KEYS, Augmentation, ImageDataKeys, ImageKeys
+from longseq.tasks.image.config import LABEL_KEYS, OWN, OWN_KEYS, Augmentation, ImageDataKeys
 from longseq.tasks.image.datasets import EvaluationBatches, StreamBatches, StreamLoader, TrainingBatches
 from longseq.tasks.image.device import DeviceTransform
 from longseq.tasks.image.draws import EncodedTrainingBatches, TrainingDraws
@@ -96,18 +96,17 @@ class ImageDataModule(TaskData):
         self._set_recipe(augment or {}, batch_size)
         self._unreadable: dict[str, str] = {}  # the reason by path
         self._info: DataInfo | None = None
-        self._splits: Splits | None = None
+        self.splits: Splits | None = None  # None for a stream, and before `setup`
 
     @classmethod
     def prepare_process(cls, config: Mapping[str, Any]) -> None:
         if config["data"].get("decode", "cpu") != "cpu":
-            # By default CUDA streams share 8 queues, and the thread that decodes would wait for whole steps.
+            # By default CUDA streams share 8 queues, so the decoding thread waits for whole steps.
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], batch_size: int) -> Any:
         """The data of a configuration: an `ImageDataModule`, or an `OwnDataModule`."""
-        ImageKeys().check(config)
         keys = read(ImageDataKeys, config["data"], "data")
         if is_named(keys.datamodule):
             return OwnDataModule.from_config(config, batch_size)
@@ -163,19 +162,14 @@ class ImageDataModule(TaskData):
         return self._info
 
     @property
-    def splits(self) -> Splits | None:
-        """The images of each split, by index; None for a stream, and before `setup`."""
-        return self._splits
-
-    @property
     def unreadable(self) -> list[str]:
         """Paths of the images that this process could not read so far."""
         return list(self._unreadable)
 
     @property
     def registered_parts(self) -> list[Any]:
-        if self._splits is not None and isinstance(self._splits.train.source, DatasetSource):
-            return [type(self._splits.train.source.dataset)]
+        if self.splits is not None and isinstance(self.splits.train.source, DatasetSource):
+            return [type(self.splits.train.source.dataset)]
         return [SOURCES[self.keys.source]] if self.keys.source in SOURCES else []
 
     @property
@@ -186,7 +180,7 @@ class ImageDataModule(TaskData):
     def prepare_data(self) -> None:
         """Download the data if data.download=true, in one process of each machine."""
         if self.keys.download and os.environ.get("LOCAL_RANK", "0") == "0" and not is_stream(self.keys.source):
-            self._splits = self._splits or self._open_splits()
+            self.splits = self.splits or self._open_splits()
 
     def setup(self, stage: str | None = None) -> None:
         """Open the data; `stage` has no effect, and a second call does nothing."""
@@ -198,15 +192,15 @@ class ImageDataModule(TaskData):
             _log.warning("data.source=%s is a stream: a run resumed within an epoch restarts it", keys.source)
             sizes, class_names = self._describe_stream(list(_KINDS.values()))
         else:
-            self._splits = self._splits or self._open_splits()
-            sizes = {stage: len(getattr(self._splits, kind)) for stage, kind in _KINDS.items()}
-            class_names = list(self._splits.train.source.class_names)
+            self.splits = self.splits or self._open_splits()
+            sizes = {stage: len(getattr(self.splits, kind)) for stage, kind in _KINDS.items()}
+            class_names = list(self.splits.train.source.class_names)
         if not keys.multi_label and max(len(class_names), keys.num_classes or 0) == 1:
             raise ValueError(f"{self.root or keys.source} has only one class: {''.join(class_names)}")
         if keys.num_classes is not None and keys.num_classes < len(class_names):
             raise ValueError(f"data.num_classes={keys.num_classes} is less than the {len(class_names)} classes")
         self._info = self._describe(class_names, sizes)
-        if keys.sampling == "balanced":  # fails here if the source does not know its classes
+        if keys.sampling == "balanced":  # fails here if the classes are unknown
             self._training_targets(self._info.num_classes)
 
     def setup_evaluation(self, split: str, class_names: Sequence[str], *, foreign: bool) -> None:
@@ -226,7 +220,7 @@ class ImageDataModule(TaskData):
             self.setup()
             return
         measured = Split.whole(source)
-        self._splits = Splits(Split(source, measured.indices[:0]), measured, measured)
+        self.splits = Splits(Split(source, measured.indices[:0]), measured, measured)
         self._info = self._describe(list(source.class_names), {split: len(measured)})
 
     def _layout(self) -> Layout | None:
@@ -271,9 +265,9 @@ class ImageDataModule(TaskData):
 
     def _refuse_trained_images(self, run: Mapping[str, Any], split: str) -> None:
         """ValueError if images of `split` were training images of the run."""
-        if self._splits is None or not len(self._splits.train):  # the split has images of its own
+        if self.splits is None or not len(self.splits.train):  # the split has images of its own
             return
-        train, measured = self._splits_of_training(run).train, getattr(self._splits, _KINDS[split])
+        train, measured = self._splits_of_training(run).train, getattr(self.splits, _KINDS[split])
         known = {train.source.path(int(index)) for index in train.indices}
         count = sum(measured.source.path(int(index)) in known for index in measured.indices)
         if count:
@@ -283,10 +277,10 @@ class ImageDataModule(TaskData):
         keys = self.keys
         class_names = class_names + [str(index) for index in range(len(class_names), keys.num_classes or 0)]
         if not class_names:
-            raise ValueError(f"data.source={keys.source} does not know its classes: give data.num_classes=N")
+            raise ValueError(f"data.source={keys.source} has no class names: give data.num_classes=N")
         checksums: dict[str, list[int]] = {}
-        if self._splits is not None:
-            known = {stage: getattr(self._splits, _KINDS[stage]).checksum() for stage in sizes}
+        if self.splits is not None:
+            known = {stage: getattr(self.splits, _KINDS[stage]).checksum() for stage in sizes}
             checksums = {stage: [found] for stage, found in known.items() if found is not None}
         counts, samples = [0] * len(class_names), 0
         if keys.class_weights == "balanced":
@@ -299,10 +293,10 @@ class ImageDataModule(TaskData):
 
     def _training_targets(self, classes: int) -> np.ndarray:
         """The classes or labels of the training images. ValueError if they are unknown before images are read."""
-        train = None if self._splits is None else self._splits.train
+        train = None if self.splits is None else self.splits.train
         targets = None if train is None else train.source.targets()
         if train is None or targets is None:
-            raise ValueError(f"data.source={self.keys.source} does not know the classes of its images: give weights")
+            raise ValueError(f"data.source={self.keys.source} has no list of its labels: give weights")
         found = targets[train.indices]
         if (wrong := wrong_class(found, classes)) is not None:
             path = train.source.path(int(train.indices[wrong]))
@@ -310,11 +304,11 @@ class ImageDataModule(TaskData):
         return found
 
     def train_dataloader(self) -> TrainingLoader | StreamLoader:
-        if self._splits is None:
+        if self.splits is None:
             if self.keys.decode == "gpu":
                 raise ValueError("a stream needs data.decode=cpu")
             return self._stream_loader("train", training_transform(self.info, self.augmentation))
-        split, options = self._splits.train, self._loader_options()
+        split, options = self.splits.train, self._loader_options()
         batches: TrainingBatches
         if (device := self._decoding_device(split)) is None:
             transform = training_transform(self.info, self.augmentation)
@@ -345,9 +339,9 @@ class ImageDataModule(TaskData):
 
     def _evaluation_loader(self, kind: str) -> BatchLoader:
         transform = evaluation_transform(self.info)
-        if self._splits is None:
+        if self.splits is None:
             return self._stream_loader(kind, transform)
-        split: Split = getattr(self._splits, kind)
+        split: Split = getattr(self.splits, kind)
         rank, world_size, _ = find_place(self.trainer)
         sampler = EvaluationSampler(len(split), self.eval_batch_size, rank=rank, world_size=world_size)
         return BatchLoader(EvaluationBatches(split, transform, self.info), sampler, **self._loader_options())

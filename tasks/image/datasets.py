@@ -132,7 +132,6 @@ class StreamBatches(IterableDataset[Batch]):
         self.dataset, self.transform, self.info, self.batch_size = dataset, transform, info, batch_size
         self.training, self.seed, self.rank, self.world_size = training, seed, rank, world_size
         self._epoch = SharedCount()
-        self._is_encoded = False
         if not training:
             dataset.reader.dist_rank, dataset.reader.dist_num_replicas = 0, 1
 
@@ -184,12 +183,11 @@ class StreamBatches(IterableDataset[Batch]):
     def _leave_encoded(self) -> None:
         """Make a Hugging Face stream yield encoded images; otherwise its iterator ends at the first broken one."""
         reader = self.dataset.reader
-        if not self._is_encoded and type(reader).__name__ == "ReaderHfids":
+        if type(reader).__name__ == "ReaderHfids" and reader.ds is None:
             reader._lazy_init()
             feature: Any = (reader.ds.features or {}).get("image")
             if type(feature).__name__ == "Image":
                 reader.ds = reader.ds.cast_column("image", type(feature)(decode=False))
-        self._is_encoded = True
 
     def _read(self, found: Any, target: Any, count: int) -> tuple[Image.Image, int] | Failure:
         """The image and class of a sample, whose image may also be None or Hugging Face's {"bytes", "path"}."""

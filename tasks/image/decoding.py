@@ -66,7 +66,7 @@ def is_hidden(name: str) -> bool:
 
 def is_image(name: str) -> bool:
     """True if the file has one of the `image_endings` and is not hidden."""
-    own = name.rstrip("/").rpartition("/")[2]  # pathlib would be slow for millions of names
+    own = name.rstrip("/").rpartition("/")[2]  # pathlib is slow for millions of names
     return os.path.splitext(own)[1].lower() in image_endings() and not is_hidden(own)
 
 
@@ -149,7 +149,7 @@ def in_eight_bits(image: Image.Image) -> Image.Image:
 
 
 def _correct_planes(image: ImageFile.ImageFile) -> None:
-    """Make Pillow read the uncompressed 16-bit planes of a TIFF file, which it would take for 8 bits."""
+    """Make Pillow read the uncompressed 16-bit planes of a TIFF file, which it reads as 8 bits."""
     tags = _tags(image)
     if tags.get(284) == 2 and _bits(image) == 16 and all(tile.codec_name == "raw" for tile in image.tile):
         if image.mode not in ("RGB", "RGBA"):

@@ -160,17 +160,22 @@ class _Item(NamedTuple):
 
 
 class FileSource(StoredSource):
-    """Images of class folders: files, or members of tar files. The innermost folder names the class."""
+    """Images in files, or in members of tar files: `places` are then the archive, the offset and the length."""
 
-    def __init__(self, label: str, items: Sequence[_Item], class_to_idx: Mapping[str, int]) -> None:
-        kept = [item for item in items if item.folders[-1] in class_to_idx]
-        targets = np.array([class_to_idx[item.folders[-1]] for item in kept], dtype=np.int64)
-        super().__init__(label, names_by_number(class_to_idx), targets)
-        self.paths = [item.path for item in kept]
-        self._places = [item.place for item in kept]
+    def __init__(
+        self,
+        label: str,
+        class_names: Sequence[str],
+        targets: np.ndarray,
+        paths: Sequence[str],
+        places: Sequence[tuple[str, int, int] | None] | None = None,
+    ) -> None:
+        super().__init__(label, class_names, targets)
+        self.paths, self._places = paths, places
 
     def read_bytes(self, index: int) -> bytes:
-        path, offset, size = self._places[index] or (self.paths[index], 0, -1)
+        place = None if self._places is None else self._places[index]
+        path, offset, size = place or (self.paths[index], 0, -1)
         with open(path, "rb") as file:
             file.seek(offset)
             return file.read(size)
@@ -225,10 +230,12 @@ def open_classes(
             raise ValueError(f"{path} has class folders that the training has not: {name_some(extra)}")
         names = sort_classes(found) if class_names is None else class_names
         numbers = {name: number for number, name in enumerate(names)}
-    source = FileSource(path, items, numbers)
-    if not len(source):
+    items = [item for item in items if item.folders[-1] in numbers]
+    if not items:
         raise ValueError(f"{path} has none of the classes {name_some(list(numbers))}")
-    return source
+    targets = np.array([numbers[item.folders[-1]] for item in items], dtype=np.int64)
+    paths, places = [item.path for item in items], [item.place for item in items]
+    return FileSource(path, names_by_number(numbers), targets, paths, places)
 
 
 def natural_order(name: str) -> tuple[list[str | Decimal], str]:
@@ -320,27 +327,6 @@ class _Row(NamedTuple):
     labels: Labels
 
 
-class TableSource(StoredSource):
-    """The images that a csv file lists with their class or their labels."""
-
-    def __init__(self, path: str, rows: Sequence[_Row], class_names: Sequence[str], *, multi_label: bool) -> None:
-        known = set(class_names)
-        for row in rows:
-            for name in row.labels:
-                if name not in known:
-                    raise ValueError(f"{path}, line {row.line}: the label {name} is not among {name_some(class_names)}")
-        labels = [row.labels for row in rows]
-        targets = targets_of(np.arange(len(rows)), labels, class_names, multi_label=multi_label)
-        super().__init__(path, class_names, targets)
-        self._paths = [row.path for row in rows]
-
-    def read_bytes(self, index: int) -> bytes:
-        return Path(self._paths[index]).read_bytes()
-
-    def path(self, index: int) -> str:
-        return self._paths[index]
-
-
 class TableLayout(Layout):
     """A csv file of training images; or a folder with train.csv and maybe val.csv and test.csv."""
 
@@ -360,7 +346,14 @@ class TableLayout(Layout):
             columns = self.keys.label_column
             names = (name for row in rows for name in row.labels)
             class_names = list(columns) if isinstance(columns, list | tuple) else sort_classes(names)
-        return TableSource(part, rows, class_names, multi_label=self.keys.multi_label)
+        known = set(class_names)
+        for row in rows:
+            if unknown := sorted(set(row.labels) - known):
+                names = name_some(class_names)
+                raise ValueError(f"{part}, line {row.line}: the label {unknown[0]} is not among {names}")
+        labels = [row.labels for row in rows]
+        targets = targets_of(np.arange(len(rows)), labels, class_names, multi_label=self.keys.multi_label)
+        return FileSource(part, class_names, targets, [row.path for row in rows])
 
 
 def _read_rows(path: Path, keys: ImageDataKeys) -> Iterator[_Row]:

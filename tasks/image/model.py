@@ -91,12 +91,15 @@ class ImageModel(TaskModel):
         name, path = config["model"]["name"], config["init"]
         if TARGET in config["model"]:
             raise ValueError(f"init={path}: only models of timm read files of weights")
+        cfg: Any = timm.get_pretrained_cfg(name)
+        heads = getattr(cfg, "classifier", None)
+        head = str(heads[0] if isinstance(heads, list | tuple) else heads)
         try:
             state = load_state_dict(path)
             # timm checks the weights only if the model has a head as in the file.
-            weight = state.get(f"{_head_of(name)}.weight")
+            weight = state.get(f"{head}.weight")
             count = 0 if weight is None else len(weight)
-            source = {"num_classes": count} | _channels_of(model, name, info.in_chans, state)
+            source = {"num_classes": count} | _channels_of(model, cfg, info.in_chans, state)
             as_saved = replace(info, num_classes=count)
 
             def take(**weights: Any) -> nn.Module:
@@ -104,7 +107,11 @@ class ImageModel(TaskModel):
 
             # NaN weights show which parameters timm loads.
             marks = {key: torch.full_like(value, math.nan) for key, value in state.items() if _is_float(value)}
-            _require_all(name, take(state_dict={**state, **marks}))
+            replaced = (f"{head.split('.')[0]}.", "fc_norm.")  # the head, and the norm before it
+            for key, value in take(state_dict={**state, **marks}).state_dict().items():
+                missing = _is_float(value) and value.numel() and not value.isnan().any()
+                if missing and not key.startswith(replaced):
+                    raise RuntimeError(f"{key} is missing")
             copy_weights(model, take(file=path).state_dict())
         except (RuntimeError, KeyError, SafetensorError, UnpicklingError) as error:
             reason = " ".join(str(error).split())[:200]
@@ -215,42 +222,17 @@ def _fit_channels(model: nn.Module, trained: nn.Module) -> dict[str, Any]:
     return state
 
 
-def _channels_of(model: nn.Module, name: str, in_chans: int, state: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration key with the number of channels of a file of weights, which timm would assume to be three.
+def _channels_of(model: nn.Module, cfg: Any, in_chans: int, state: Mapping[str, Any]) -> dict[str, Any]:
+    """timm's configuration key for the number of channels in a file of weights; by default it assumes three.
 
     Empty if the first convolution does not show it: some models fold pixels into its channels.
     """
-    cfg: Any = timm.get_pretrained_cfg(name)
-    first = cfg.first_conv if cfg is not None else None
+    first = getattr(cfg, "first_conv", None)
     weight = state.get(f"{first}.weight")
     layer = dict(model.named_modules()).get(first) if isinstance(first, str) else None
     if weight is None or weight.ndim != 4 or not isinstance(layer, nn.Conv2d) or layer.in_channels != in_chans:
         return {}
     return {"input_size": (weight.shape[1] * layer.groups, *cfg.input_size[1:])}
-
-
-def _as_nan(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The weights of a file as NaN, which show what a model loads of them."""
-    return {
-        name: torch.full_like(value, math.nan) if isinstance(value, Tensor) and value.is_floating_point() else value
-        for name, value in state.items()
-    }
-
-
-def _require_all(name: str, marked: nn.Module) -> None:
-    """RuntimeError if a model has weights, other than the head and the norm before it, that the file lacks."""
-    behind = (f"{_head_of(name).split('.')[0]}.", "fc_norm.")
-    for key, value in marked.state_dict().items():
-        taken = not value.is_floating_point() or not value.numel() or bool(value.isnan().any())
-        if not taken and not key.startswith(behind):
-            raise RuntimeError(f"{key} is missing")
-
-
-def _head_of(name: str) -> str:
-    """The name of a model's head, or of the first of two, in its state dict."""
-    cfg: Any = timm.get_pretrained_cfg(name)
-    heads = cfg.classifier if cfg is not None else None
-    return str(heads[0] if isinstance(heads, list | tuple) else heads)
 
 
 def _sizes(name: str, img_size: int) -> dict[str, int]:

@@ -138,7 +138,7 @@ class ImageClassifier(ClassifierModule):
         """(images, labels) of a pair, or of a dictionary: images, image, pixel_values, img or x, and labels, label,
         targets, target or y. A batch to predict needs no labels.
 
-        8-bit images from a loader of an `ImageDataModule` are normalised; those of other loaders are not.
+        8-bit images are normalised if they come from a loader of an `ImageDataModule`, and are otherwise kept.
         """
         if isinstance(batch, Mapping):
             images = find_entry(batch, IMAGES, "images")
@@ -178,7 +178,7 @@ class ImageClassifier(ClassifierModule):
         return infos[0] if infos else None
 
     def _check_labels(self, targets: Tensor) -> None:
-        """ValueError for labels that do not fit the classes; on a device, which would wait, only the first is read."""
+        """ValueError for labels that do not fit the classes; of batches on a device, only the first is read."""
         if targets.shape[1:] != ((self.num_classes,) if self.multi_label or targets.ndim != 1 else ()):
             wanted = f"[B, {self.num_classes}] of 0 and 1" if self.multi_label else f"[B] or [B, {self.num_classes}]"
             raise ValueError(f"the labels of a batch are {list(targets.shape)}, and must be {wanted}")

@@ -43,7 +43,7 @@ class DatasetSource:
         self.dataset, self.label, self.multi_label = dataset, label, multi_label
         self.class_names = class_names_of(dataset, label) or [str(index) for index in range(num_classes or 0)]
         if not self.class_names:
-            raise ValueError(f"{label} does not know its classes: give it `classes`, or give data.num_classes=N")
+            raise ValueError(f"{label} has no class names: give it `classes`, or give data.num_classes=N")
         self.num_classes = max(len(self.class_names), num_classes or 0)
         known = getattr(dataset, "targets", None)
         self._targets = None
@@ -155,7 +155,6 @@ class OwnDataModule(TaskData):
     def _build(self, batch_size: int, stage: str) -> None:
         node: Any = self.keys.datamodule
         self.own: LightningDataModule = build_own(node, f"data.{DATAMODULE}", {"batch_size": batch_size})
-        self.own.trainer = self.trainer
         self.label = str(node[TARGET])
         self.batch_size, self.eval_batch_size = batch_size, self.keys.eval_batch_size or batch_size
         self._stages: set[str | None] = set()
@@ -163,16 +162,6 @@ class OwnDataModule(TaskData):
             self.own.prepare_data()
         self.setup(stage)
         self._info = self._describe(stage)
-
-    @property
-    def trainer(self) -> Any:  # type: ignore[override]
-        return self._trainer
-
-    @trainer.setter
-    def trainer(self, trainer: Any) -> None:
-        self._trainer = trainer
-        if "own" in vars(self):
-            self.own.trainer = trainer
 
     @property
     def info(self) -> DataInfo:
@@ -193,6 +182,7 @@ class OwnDataModule(TaskData):
         self.batch_size, self.eval_batch_size = batch_size, self.keys.eval_batch_size or batch_size
 
     def setup(self, stage: str | None = None) -> None:
+        self.own.trainer = self.trainer
         if stage not in self._stages:
             self._stages.add(stage)
             self.own.setup(stage)  # type: ignore[arg-type]
@@ -252,7 +242,7 @@ class OwnDataModule(TaskData):
         keys, names = self.keys, class_names_of(self.own, self.label)
         count = keys.num_classes or getattr(self.own, "num_classes", None) or len(names)
         if count < max(1, len(names)):
-            raise ValueError(f"{self.label} does not know its classes: give it `classes`, or give data.num_classes=N")
+            raise ValueError(f"{self.label} has no class names: give it `classes`, or give data.num_classes=N")
         names += [str(index) for index in range(len(names), count)]
         sizes: dict[str, int | None] = {}
         if stage == "fit":

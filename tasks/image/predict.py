@@ -10,10 +10,8 @@ import torch
 from PIL import Image, ImageDraw
 from torch import Tensor, nn
 from torchvision.transforms.functional import gaussian_blur, to_pil_image
-from typing_extensions import Self
 
 from longseq.tasks.commands import Predict
-from longseq.tasks.data.labels import name_some
 from longseq.tasks.data.loader import UNREADABLE
 from longseq.tasks.data.module import InputFiles, Unreadable
 from longseq.tasks.image.datasets import stack_images
@@ -38,8 +36,6 @@ class ImageFiles(InputFiles):
 
     def __init__(self, path: str, info: DataInfo) -> None:
         root = Path(path)
-        if not root.exists():
-            raise FileNotFoundError(f"input={path} does not exist")
         images, self.passed_over = ([str(root)], []) if root.is_file() else find_images(str(root))
         self.paths = sorted(images)
         if not self.paths:
@@ -48,12 +44,6 @@ class ImageFiles(InputFiles):
         self.transform = evaluation_transform(info)
         self._root = str(root.parent if root.is_file() else root)
         self._notes: list[str] = []
-
-    @classmethod
-    def open(cls, path: str, info: DataInfo, keys: Predict) -> Self:
-        if keys.saliency_class is not None and str(keys.saliency_class) not in info.class_names:
-            raise ValueError(f"saliency_class={keys.saliency_class} is not among {name_some(info.class_names)}")
-        return super().open(path, info, keys)
 
     def __len__(self) -> int:
         return len(self.paths)

@@ -53,7 +53,7 @@ def run(cfg: DictConfig) -> None:
 
 
 def open_input(keys: PrepareImages) -> dict[str, Source]:
-    """The splits of the input by name: `train`, and `validation` and `test` if it has them."""
+    """The splits of the input by name: `train`, and maybe `validation` and `test`."""
     root = os.path.expanduser(str(keys.input))
     data = {"name": "images", "img_size": 1, "root": root, "test_split": "test"}
     if root.endswith(".csv") or Path(root, "train.csv").is_file():

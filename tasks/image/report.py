@@ -259,7 +259,7 @@ def pick_examples(datamodule: Any, count: int) -> tuple[Tensor, Tensor] | None:
     They have as many classes as possible, in order, and depend only on the data. Of a stream, they are the first ones.
     """
     if datamodule.splits is None:
-        # Without a default, Lightning would take the end of the stream for the end of the validation.
+        # With StopIteration, Lightning would end the whole validation.
         first = next(iter(datamodule.val_dataloader()), None)
         if isinstance(first, Mapping):
             first = find_entry(first, IMAGES, "images"), find_entry(first, TARGETS, "labels")

@@ -366,7 +366,7 @@ def open_stream(keys: ImageDataKeys, root: str | None, split: str, *, batch_size
         raise ValueError(f"data.source={keys.source} is a stream: give data.val_split=NAME")
     num_samples = keys.train_samples if training else None
     numbers: Any = class_numbers(keys.class_map)
-    options: dict[str, Any] = {"input_img_mode": ""}  # keeps the images' own mode: timm would clip 16 bits
+    options: dict[str, Any] = {"input_img_mode": ""}  # keeps the mode of the images: timm clips 16 bits
     if kind == "wds":
         # timm also uses the first ending as the name of a sample's image.
         endings = {ending.removeprefix(".") for ending in image_endings()} - {"jpg"}
