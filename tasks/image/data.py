@@ -120,9 +120,7 @@ class ImageDataModule(TaskData):
 
     def _set_recipe(self, augment: Mapping[str, Any], batch_size: int) -> None:
         self.batch_size, self.eval_batch_size = batch_size, self.keys.eval_batch_size or batch_size
-        self.augmentation = Augmentation(
-            **{name: augment[name] for name in Augmentation.model_fields if name in augment}
-        )
+        self.augmentation = Augmentation(**{key: augment[key] for key in Augmentation.model_fields if key in augment})
         self.repeats = int(augment.get("repeats", 1))
 
     @classmethod
@@ -141,8 +139,7 @@ class ImageDataModule(TaskData):
         keys = read(ImageDataKeys, measured, "data")
         if is_named(keys.datamodule):
             stage = {"val": "validate", "test": "test"}[split]
-            size = keys.eval_batch_size or batch_size
-            given = OwnDataModule(keys, batch_size=size, stage=stage, one_process=True)
+            given = OwnDataModule(keys, batch_size=keys.eval_batch_size or batch_size, stage=stage)
             given._info = _adopt_classes(given.info, trained, numbers)
             return given
         datamodule = cls(keys, batch_size=batch_size, seed=config.get("seed", 0))
@@ -242,10 +239,8 @@ class ImageDataModule(TaskData):
         keys = self.keys
         if (layout := self._layout()) is not None:
             return finish_splits(layout.open_all(), keys.val_fraction, keys.split_seed, self.root or keys.source)
-        open_splits = SOURCES[keys.source]
-        return open_splits(
-            self.root, download=keys.download, val_fraction=keys.val_fraction, split_seed=keys.split_seed
-        )
+        options = {"download": keys.download, "val_fraction": keys.val_fraction, "split_seed": keys.split_seed}
+        return SOURCES[keys.source](self.root, **options)
 
     def _splits_of_training(self, run: Mapping[str, Any]) -> Splits:
         """The splits by the keys of the run that trained the model, below this root."""
@@ -280,16 +275,15 @@ class ImageDataModule(TaskData):
             raise ValueError(f"data.source={keys.source} has no class names: give data.num_classes=N")
         checksums: dict[str, list[int]] = {}
         if self.splits is not None:
-            known = {stage: getattr(self.splits, _KINDS[stage]).checksum() for stage in sizes}
-            checksums = {stage: [found] for stage, found in known.items() if found is not None}
+            found = {stage: getattr(self.splits, _KINDS[stage]).checksum() for stage in sizes}
+            checksums = {stage: [checksum] for stage, checksum in found.items() if checksum is not None}
         counts, samples = [0] * len(class_names), 0
         if keys.class_weights == "balanced":
             targets = self._training_targets(len(class_names))
             counts, samples = count_classes(targets, len(class_names)), len(targets)
         weights = find_weights(keys.class_weights, counts, samples, class_names, multi_label=keys.multi_label)
-        return DataInfo.from_keys(
-            keys, class_names=class_names, class_weights=weights, sizes=sizes, checksums=checksums
-        )
+        known = {"class_weights": weights, "sizes": sizes, "checksums": checksums}
+        return DataInfo.from_keys(keys, class_names=class_names, **known)
 
     def _training_targets(self, classes: int) -> np.ndarray:
         """The classes or labels of the training images. ValueError if they are unknown before images are read."""
@@ -350,8 +344,10 @@ class ImageDataModule(TaskData):
         """The GPU that decodes and augments the training images; None: the data workers do."""
         if self.keys.decode == "cpu":
             return None
-        current = torch.device("cuda", torch.cuda.current_device()) if self.trainer is None else None
-        device = current or self.trainer.strategy.root_device
+        if self.trainer is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        else:
+            device = self.trainer.strategy.root_device
         if self.keys.decode == "gpu":
             if device.type != "cuda":
                 raise ValueError("data.decode=gpu needs a CUDA device")

@@ -183,7 +183,7 @@ class StreamBatches(IterableDataset[Batch]):
     def _leave_encoded(self) -> None:
         """Make a Hugging Face stream yield encoded images; otherwise its iterator ends at the first broken one."""
         reader = self.dataset.reader
-        if type(reader).__name__ == "ReaderHfids" and reader.ds is None:
+        if type(reader).__name__ == "ReaderHfids" and not reader.ds:
             reader._lazy_init()
             feature: Any = (reader.ds.features or {}).get("image")
             if type(feature).__name__ == "Image":

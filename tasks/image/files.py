@@ -349,8 +349,8 @@ class TableLayout(Layout):
         known = set(class_names)
         for row in rows:
             if unknown := sorted(set(row.labels) - known):
-                names = name_some(class_names)
-                raise ValueError(f"{part}, line {row.line}: the label {unknown[0]} is not among {names}")
+                classes = name_some(class_names)
+                raise ValueError(f"{part}, line {row.line}: the label {unknown[0]} is not among {classes}")
         labels = [row.labels for row in rows]
         targets = targets_of(np.arange(len(rows)), labels, class_names, multi_label=self.keys.multi_label)
         return FileSource(part, class_names, targets, [row.path for row in rows])

@@ -134,16 +134,16 @@ class OwnDataModule(TaskData):
     (img_size, mean, std and more) state how they were prepared, for predictions and exported files. The class names are
     its attribute `classes` or `class_to_idx`; without names, their number is its `num_classes` or `data.num_classes`.
     Without a test loader, the validation is also the test. `setup` is called once for each stage (fit, validate, test).
-    With `one_process`, an evaluation on several processes is an error.
+    An evaluation (`stage` validate or test) on several processes is an error.
     """
 
     info_class = DataInfo
     inputs = ImageFiles
     splits = None
 
-    def __init__(self, keys: ImageDataKeys, *, batch_size: int, stage: str = "fit", one_process: bool = False) -> None:
+    def __init__(self, keys: ImageDataKeys, *, batch_size: int, stage: str = "fit") -> None:
         super().__init__()
-        self.keys, self._one_process = keys, one_process
+        self.keys, self._one_process = keys, stage != "fit"
         self._build(batch_size, stage)
         if stage != "validate" and not self._has_test:
             _log.warning("%s has no test split: the validation images are also the test images", self.label)
@@ -230,9 +230,8 @@ class OwnDataModule(TaskData):
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """The batch as (images, labels), also for callbacks."""
-        images, targets = self.trainer.lightning_module.read_batch(
-            self.own.on_after_batch_transfer(batch, dataloader_idx)
-        )
+        trainer: Any = self.trainer
+        images, targets = trainer.lightning_module.read_batch(self.own.on_after_batch_transfer(batch, dataloader_idx))
         wanted = (self.keys.in_chans, self.keys.img_size, self.keys.img_size)
         if not isinstance(images, Tensor) or not images.is_floating_point() or images.shape[1:] != wanted:
             raise ValueError(f"{self.label}: images must be floats {['B', *wanted]}")
