@@ -26,10 +26,10 @@ Set = dict[str, Any] | None
 Part = Annotated[float, Field(ge=0, le=1)]
 Span = Annotated[tuple[Positive, Positive], Field(strict=False)]  # the smallest and the largest value
 
-# The source of the user's own classes, and the keys that name them.
+# The source for the user's own classes, and the keys that name them.
 OWN, DATAMODULE = "own", "datamodule"
 OWN_KEYS = ("train_set", "val_set", "test_set", DATAMODULE)
-# The keys that say where folders and tables have their labels.
+# The keys for the labels of folders and tables.
 LABEL_KEYS = ("class_map", "file_column", "label_column", "label_delimiter")
 
 
@@ -183,14 +183,12 @@ class ImageKeys(TaskKeys):
         check_metrics(group["metric"], group["metrics"], multi_label=bool(config["data"]["multi_label"]))
         if config["recipe"]["name"] == "finetune" and not starts_trained(config):
             raise ValueError("recipe=finetune begins with trained weights: give init=FILE or model.pretrained=true")
-        if config["init"] is not None and config["model"].get("pretrained"):
-            raise ValueError("init and model.pretrained=true both give the first weights: leave one out")
 
     def choose(self, config: Mapping[str, Any], info: DataInfo | None, parts: int) -> Choice:
         return choose_recipe(config, info, parts)
 
 
-# From this number of images on, the recipe is that of ImageNet-1k.
+# From this number of images on, the recipe of ImageNet-1k is used.
 LARGE = 200_000
 
 # (images below this number, epochs from scratch, epochs from trained weights)
@@ -222,35 +220,46 @@ def starts_trained(config: Mapping[str, Any]) -> bool:
 
 
 def choose_recipe(config: Mapping[str, Any], info: DataInfo | None, parts: int = 1) -> Choice:
-    """The values of the recipe's keys that say `auto`, for the data of `info`.
+    """The values of the recipe's keys that are `auto`, for the data of `info`.
 
-    Values that the recipe states are kept, and others follow from them, such as the learning rate from the batch.
-    `parts`, the devices times the accumulated batches, divide the batch. Without `info`, 1,000 images are assumed: this
-    checks a configuration before the data is open. ValueError for a stream of unknown length.
+    Values that the recipe gives are kept, and others follow from them, such as the learning rate from the batch.
+    `parts`, the devices times the accumulated batches, divide the batch. Without `info`, which checks a configuration
+    before the data is open, 1,000 images are assumed. ValueError for a stream of unknown length.
     """
+    from longseq.plugin_models import TARGET  # imports timm, which takes seconds
+
     images = 1_000 if info is None else info.sizes.get("train")
-    recipe, trained = config["recipe"], starts_trained(config)
+    recipe, model = config["recipe"], config["model"]
     if images is None:
         raise ValueError(f"recipe={recipe.get('name')} needs the number of images: give data.train_samples=N")
-    large = images >= LARGE
-    head_only = recipe.get("freeze") == "body"
+    large, head_only, trained = images >= LARGE, recipe.get("freeze") == "body", starts_trained(config)
+    tuned = trained and not head_only
+    ours = str(model.get("name")).startswith("longseq_") and TARGET not in model
+    width = (model.get("embed_dim") or config["scale"].get("embed_dim")) if ours else None
+    narrow = isinstance(width, int) and width < 384
     batch = value_of(recipe, "batch_size", choose_batch(images, parts))
-    scratch, tuned = next((scratch, tuned) for most, scratch, tuned in EPOCHS if images < most)
-    epochs = value_of(recipe, "epochs", tuned if trained else scratch)
+    scratch_epochs, tuned_epochs = next((scratch, tuned) for most, scratch, tuned in EPOCHS if images < most)
+    epochs = value_of(recipe, "epochs", tuned_epochs if trained else scratch_epochs)
     if isinstance(recipe.get("updates"), int):
         length: float | None = recipe["updates"] / max(1, images // batch)
     else:
         length = None if recipe.get("tokens") is not None else epochs
-    rate = value_of(recipe, "learning_rate", _choose_rate(config, batch, trained, head_only, large))
+    if tuned:
+        rate = float(f"{1e-4 * math.sqrt(batch / SMALLEST_BATCH):.2g}")
+    elif large:
+        rate = float(f"{1e-3 * batch / LARGEST_BATCH:.3g}")  # as in Vim and DeiT
+    else:
+        rate = 1e-3 if head_only or narrow else 5e-4
+    drop_path = 0.1 if tuned else None if narrow else 0.05
     values: dict[str, Any] = {
         "batch_size": batch,
         "epochs": epochs,
-        "learning_rate": rate,
+        "learning_rate": value_of(recipe, "learning_rate", rate),
         "schedule.warmup_epochs": None if length is None else round(min(0.05 * length, 5 if large else math.inf), 4),
         "validate_every_epochs": 1 if large or length is None else max(1, int(length) // 50),
-        "optimizer.weight_decay": 0.1 if large and not trained and _width(config) < 384 else 0.05,
-        "optimizer.layer_decay": 0.75 if trained and not head_only else None,
-        "model.drop_path_rate": _choose_drop_path(config, trained and not head_only),
+        "optimizer.weight_decay": 0.1 if large and not trained and narrow else 0.05,
+        "optimizer.layer_decay": 0.75 if tuned else None,
+        "model.drop_path_rate": drop_path if ours else None,  # some models of timm have no such option
         "loss.label_smoothing": 0.1,
         **(STRONG if large and not trained else LIGHT),
     }
@@ -268,46 +277,19 @@ def choose_batch(images: int, parts: int = 1) -> int:
     return max(1, batch // share) * share
 
 
-def _choose_rate(config: Mapping[str, Any], batch: int, trained: bool, head_only: bool, large: bool) -> float:
-    if trained and not head_only:
-        return float(f"{1e-4 * math.sqrt(batch / SMALLEST_BATCH):.2g}")
-    if large:
-        return float(f"{1e-3 * batch / LARGEST_BATCH:.3g}")  # as in Vim and DeiT
-    return 1e-3 if head_only or _width(config) < 384 else 5e-4
-
-
-def _choose_drop_path(config: Mapping[str, Any], tuned: bool) -> float | None:
-    if not _is_ours(config):
-        return None  # some models of timm have no such option
-    return 0.1 if tuned else 0.05 if _width(config) >= 384 else None
-
-
-def _width(config: Mapping[str, Any]) -> int:
-    """The width of one of our models; 384, as of a small one, for a model of timm."""
-    width = config["model"].get("embed_dim") or config["scale"].get("embed_dim")
-    return width if _is_ours(config) and isinstance(width, int) else 384
-
-
-def _is_ours(config: Mapping[str, Any]) -> bool:
-    from longseq.plugin_models import TARGET  # imports timm, which takes seconds
-
-    return str(config["model"].get("name")).startswith("longseq_") and TARGET not in config["model"]
-
-
 def _explain(
     config: Mapping[str, Any], info: DataInfo | None, images: int, values: Mapping[str, Any], trained: bool
 ) -> str:
-    """What was chosen and why, in one line."""
+    """The choice and its reason, in one line."""
     recipe = config["recipe"]
-    shown = {key: value_of(recipe, key, values[key]) for key in ("batch_size", "epochs", "learning_rate")}
-    rate = "that is searched" if shown["learning_rate"] == FIND else shown["learning_rate"]
+    rate = "that is searched" if values["learning_rate"] == FIND else values["learning_rate"]
     updates = recipe.get("updates")
-    count, unit = (updates, "update") if isinstance(updates, int) else (shown["epochs"], "epoch")
+    count, unit = (updates, "update") if isinstance(updates, int) else (values["epochs"], "epoch")
     length = f"{count:,} {unit}{'s' * (count != 1)}"
     strong = values["augment.repeats"] > 1
     why = "trained weights, tuned gently" if trained else "as for ImageNet" if strong else "few images, seen often"
     data = f"{images:,} images" + ("" if info is None else f" of {info.num_classes} classes at {info.img_size} px")
     return (
-        f"recipe {recipe.get('name')} for {data} ({why}): batch {shown['batch_size']}, {length}, learning rate "
+        f"recipe {recipe.get('name')} for {data} ({why}): batch {values['batch_size']}, {length}, learning rate "
         f"{rate}, {'strong' if strong else 'light'} augmentation"
     )

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from longseq.tasks.config import read
-from longseq.tasks.data.labels import count_classes, find_weights, rarest_labels, wrong_class
+from longseq.tasks.data.labels import count_classes, find_weights, name_some, rarest_labels, wrong_class
 from longseq.tasks.data.loader import Batch, BatchLoader, Failure, TrainingLoader, find_place, follow, work_ahead
-from longseq.tasks.data.module import TaskData
+from longseq.tasks.data.module import TaskData, same_root
 from longseq.tasks.data.sampler import BalancedSampler, EvaluationSampler, TrainingSampler
-from longseq.tasks.image.config import LABEL_KEYS, OWN, OWN_KEYS, Augmentation, ImageDataKeys, ImageKeys
+from longseq.tasks.image.config import LABEL_KEYS, OWN, OWN_KEYS, Augmentation, ImageDataKeys
 from longseq.tasks.image.datasets import EvaluationBatches, StreamBatches, StreamLoader, TrainingBatches
 from longseq.tasks.image.device import DeviceTransform
 from longseq.tasks.image.draws import EncodedTrainingBatches, TrainingDraws
@@ -42,7 +42,6 @@ from longseq.tasks.image.sources import (
     Splits,
     finish_splits,
     holds_jpegs,
-    is_image_folder,
     is_stream,
     open_stream,
     require_one_class_list,
@@ -67,6 +66,8 @@ _LAYOUTS: Mapping[str, type[Layout]] = {
     "csv": TableLayout,
     "shards": ShardLayout,
     OWN: OwnLayout,
+    "torch/folder": ImageFolderLayout,
+    "torch/image_folder": ImageFolderLayout,
 }
 
 
@@ -75,26 +76,18 @@ class ImageDataModule(TaskData):
 
     `source` is digits, fashion_mnist, cifar10, folder (a folder or a .tar with class folders), shards, csv (see
     `longseq.tasks.image.files`), own (see `longseq.tasks.image.own`), or a name that timm reads: hfds/NAME, torch/NAME,
-    and the streams hfids/NAME and wds/NAME. Batches are (images, targets): on the host, images are uint8; after the
-    transfer to the device, float32 [B, C, S, S] and normalised. Targets are int64 [B], with `multi_label` float32
-    [B, classes] of 0 and 1. `batch_size` is the training batch of one device. Training draws are functions of (seed,
-    epoch, sample, repeat). `split_seed` chooses the validation images if the source has none, so that runs with
-    different seeds share them.
-
-    For classes of different sizes, `class_weights` weights the losses (see `longseq.tasks.data.labels.find_weights`),
-    and `sampling=balanced` draws each class equally often (see `longseq.tasks.data.sampler.BalancedSampler`).
+    and the streams hfids/NAME and wds/NAME. Batches are (images, targets): uint8 images on the host, and normalised
+    float32 [B, C, S, S] on the device. Targets are int64 [B], with `multi_label` float32 [B, classes] of 0 and 1.
+    `batch_size` is the training batch of one device. Training draws are functions of (seed, epoch, sample, repeat).
+    `split_seed`, not the seed of the run, chooses the validation images that are held out. For classes of different
+    sizes, see `longseq.tasks.data.labels.find_weights` and `longseq.tasks.data.sampler.BalancedSampler`.
     """
 
     info_class = DataInfo
     inputs = ImageFiles
 
     def __init__(
-        self,
-        keys: ImageDataKeys,
-        *,
-        batch_size: int,
-        seed: int = 0,
-        augment: Mapping[str, Any] | None = None,
+        self, keys: ImageDataKeys, *, batch_size: int, seed: int = 0, augment: Mapping[str, Any] | None = None
     ) -> None:
         super().__init__()
         self.keys = keys = read(ImageDataKeys, vars(keys), "data")
@@ -103,18 +96,17 @@ class ImageDataModule(TaskData):
         self._set_recipe(augment or {}, batch_size)
         self._unreadable: dict[str, str] = {}  # the reason by path
         self._info: DataInfo | None = None
-        self._splits: Splits | None = None
+        self.splits: Splits | None = None  # None for a stream, and before `setup`
 
     @classmethod
     def prepare_process(cls, config: Mapping[str, Any]) -> None:
         if config["data"].get("decode", "cpu") != "cpu":
-            # By default CUDA streams share 8 queues, and the thread that decodes would wait for whole steps.
+            # By default CUDA streams share 8 queues, so the decoding thread waits for whole steps.
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], batch_size: int) -> Any:
         """The data of a configuration: an `ImageDataModule`, or an `OwnDataModule`."""
-        ImageKeys().check(config)
         keys = read(ImageDataKeys, config["data"], "data")
         if is_named(keys.datamodule):
             return OwnDataModule.from_config(config, batch_size)
@@ -128,20 +120,12 @@ class ImageDataModule(TaskData):
 
     def _set_recipe(self, augment: Mapping[str, Any], batch_size: int) -> None:
         self.batch_size, self.eval_batch_size = batch_size, self.keys.eval_batch_size or batch_size
-        self.augmentation = Augmentation(
-            **{name: augment[name] for name in Augmentation.model_fields if name in augment}
-        )
+        self.augmentation = Augmentation(**{key: augment[key] for key in Augmentation.model_fields if key in augment})
         self.repeats = int(augment.get("repeats", 1))
 
     @classmethod
     def for_evaluation(
-        cls,
-        config: Mapping[str, Any],
-        changes: Mapping[str, Any],
-        *,
-        split: str,
-        trained: DataInfo,
-        batch_size: int,
+        cls, config: Mapping[str, Any], changes: Mapping[str, Any], *, split: str, trained: DataInfo, batch_size: int
     ) -> Any:
         own = dict(config.get("data") or trained.to_keys())
         source = changes.get("source", own.get("source"))
@@ -149,18 +133,17 @@ class ImageDataModule(TaskData):
         dropped = (() if source == OWN else OWN_KEYS) + (() if same_source else LABEL_KEYS)
         own = {key: value for key, value in own.items() if key not in dropped}
         measured = {**own, **changes, **_EVALUATED}
-        numbers = None if changes.get("class_map") is None else class_numbers(changes["class_map"])
+        numbers = class_numbers(changes.get("class_map"))
         if source == "csv":
             measured.pop("class_map", None)
         keys = read(ImageDataKeys, measured, "data")
         if is_named(keys.datamodule):
             stage = {"val": "validate", "test": "test"}[split]
-            size = keys.eval_batch_size or batch_size
-            given = OwnDataModule(keys, batch_size=size, stage=stage, one_process=True)
-            given.adopt(_adopt_classes(given.info, trained, numbers))
+            given = OwnDataModule(keys, batch_size=keys.eval_batch_size or batch_size, stage=stage)
+            given._info = _adopt_classes(given.info, trained, numbers)
             return given
         datamodule = cls(keys, batch_size=batch_size, seed=config.get("seed", 0))
-        moved = _absolute(datamodule.root) != _absolute(own.get("root"))
+        moved = not same_root(datamodule.root, own.get("root"))
         foreign = not same_source or (moved and not datamodule._holds_training(own, trained))
         class_names = trained.class_names if numbers is None or source != "csv" else _renamed(trained, numbers)
         datamodule.setup_evaluation(split, class_names, foreign=foreign)
@@ -176,19 +159,14 @@ class ImageDataModule(TaskData):
         return self._info
 
     @property
-    def splits(self) -> Splits | None:
-        """The images of each split, by index; None for a stream, and before `setup`."""
-        return self._splits
-
-    @property
     def unreadable(self) -> list[str]:
         """Paths of the images that this process could not read so far."""
         return list(self._unreadable)
 
     @property
     def registered_parts(self) -> list[Any]:
-        if self._splits is not None and isinstance(self._splits.train.source, DatasetSource):
-            return [type(self._splits.train.source.dataset)]
+        if self.splits is not None and isinstance(self.splits.train.source, DatasetSource):
+            return [type(self.splits.train.source.dataset)]
         return [SOURCES[self.keys.source]] if self.keys.source in SOURCES else []
 
     @property
@@ -199,7 +177,7 @@ class ImageDataModule(TaskData):
     def prepare_data(self) -> None:
         """Download the data if data.download=true, in one process of each machine."""
         if self.keys.download and os.environ.get("LOCAL_RANK", "0") == "0" and not is_stream(self.keys.source):
-            self._splits = self._splits or self._open_splits()
+            self.splits = self.splits or self._open_splits()
 
     def setup(self, stage: str | None = None) -> None:
         """Open the data; `stage` has no effect, and a second call does nothing."""
@@ -208,26 +186,24 @@ class ImageDataModule(TaskData):
         keys = self.keys
         sizes: dict[str, int | None]
         if is_stream(keys.source):
-            _log.warning(
-                "data.source=%s is a stream: a run resumed within an epoch reads it from the start", keys.source
-            )
-            sizes, class_names = self._describe_stream(["train", "validation", "test"])
+            _log.warning("data.source=%s is a stream: a run resumed within an epoch restarts it", keys.source)
+            sizes, class_names = self._describe_stream(list(_KINDS.values()))
         else:
-            splits = self._splits = self._splits or self._open_splits()
-            sizes = {"train": len(splits.train), "val": len(splits.validation), "test": len(splits.test)}
-            class_names = list(splits.train.source.class_names)
+            self.splits = self.splits or self._open_splits()
+            sizes = {stage: len(getattr(self.splits, kind)) for stage, kind in _KINDS.items()}
+            class_names = list(self.splits.train.source.class_names)
         if not keys.multi_label and max(len(class_names), keys.num_classes or 0) == 1:
             raise ValueError(f"{self.root or keys.source} has only one class: {''.join(class_names)}")
         if keys.num_classes is not None and keys.num_classes < len(class_names):
             raise ValueError(f"data.num_classes={keys.num_classes} is less than the {len(class_names)} classes")
         self._info = self._describe(class_names, sizes)
-        if keys.sampling == "balanced":  # fails here if the source does not know its classes
+        if keys.sampling == "balanced":  # fails here if the classes are unknown
             self._training_targets(self._info.num_classes)
 
     def setup_evaluation(self, split: str, class_names: Sequence[str], *, foreign: bool) -> None:
-        """Open only what an evaluation of `split` (val, test) needs, with the class numbers of a trained model.
+        """Open what an evaluation of `split` (val, test) needs, with the class numbers of a trained model.
 
-        `foreign` means that the model was not trained on this data: without splits, all images are then evaluated.
+        `foreign`: the model was not trained on this data, and all images are evaluated if there are no splits.
         """
         kind = _KINDS[split]
         if is_stream(self.keys.source):
@@ -241,7 +217,7 @@ class ImageDataModule(TaskData):
             self.setup()
             return
         measured = Split.whole(source)
-        self._splits = Splits(Split(source, measured.indices[:0]), measured, measured)
+        self.splits = Splits(Split(source, measured.indices[:0]), measured, measured)
         self._info = self._describe(list(source.class_names), {split: len(measured)})
 
     def _layout(self) -> Layout | None:
@@ -249,14 +225,11 @@ class ImageDataModule(TaskData):
         source = self.keys.source
         if source in SOURCES:
             return None
-        if is_image_folder(source):
-            kind: type[Layout] = ImageFolderLayout
-        elif source.startswith(("hfds/", "torch/")):
+        kind = _LAYOUTS.get(source.lower() if source.lower().startswith("torch/") else source)
+        if kind is None and source.startswith(("hfds/", "torch/")):
             kind = NamedLayout
-        elif source in _LAYOUTS:
-            kind = _LAYOUTS[source]
-        else:
-            names = ", ".join([*SOURCES, *_LAYOUTS])
+        if kind is None:
+            names = ", ".join([*SOURCES, "folder, csv, shards, own"])
             raise ValueError(f"data.source={source} is not among {names}, hfds/, hfids/, wds/ and torch/NAME")
         if kind not in (NamedLayout, OwnLayout):
             require_root(self.root)
@@ -264,14 +237,10 @@ class ImageDataModule(TaskData):
 
     def _open_splits(self) -> Splits:
         keys = self.keys
-        divided: dict[str, Any] = {"val_fraction": keys.val_fraction, "split_seed": keys.split_seed}
-        if (layout := self._layout()) is None:
-            return SOURCES[keys.source](self.root, download=keys.download, **divided)
-        sources = layout.open_all()
-        own = sources["train"]
-        return finish_splits(
-            sources, **divided, label=own.label if isinstance(own, DatasetSource) else self.root or keys.source
-        )
+        if (layout := self._layout()) is not None:
+            return finish_splits(layout.open_all(), keys.val_fraction, keys.split_seed, self.root or keys.source)
+        options = {"download": keys.download, "val_fraction": keys.val_fraction, "split_seed": keys.split_seed}
+        return SOURCES[keys.source](self.root, **options)
 
     def _splits_of_training(self, run: Mapping[str, Any]) -> Splits:
         """The splits by the keys of the run that trained the model, below this root."""
@@ -286,68 +255,54 @@ class ImageDataModule(TaskData):
             splits = self._splits_of_training(run)
         except (OSError, ValueError):  # data with other classes or splits
             return False
-        return (
-            splits.validation.source is splits.train.source and [splits.train.checksum()] == trained.checksums["train"]
-        )
+        whole = splits.validation.source is splits.train.source
+        return whole and [splits.train.checksum()] == trained.checksums["train"]
 
     def _refuse_trained_images(self, run: Mapping[str, Any], split: str) -> None:
         """ValueError if images of `split` were training images of the run."""
-        splits = self._splits
-        if splits is None or not len(splits.train):  # the split has images of its own
+        if self.splits is None or not len(self.splits.train):  # the split has images of its own
             return
-        train = self._splits_of_training(run).train
-        measured = {"val": splits.validation, "test": splits.test}[split]
+        train, measured = self._splits_of_training(run).train, getattr(self.splits, _KINDS[split])
         known = {train.source.path(int(index)) for index in train.indices}
         count = sum(measured.source.path(int(index)) in known for index in measured.indices)
         if count:
             raise ValueError(f"{count} of the {len(measured)} images of split={split} were trained on")
 
     def _describe(self, class_names: list[str], sizes: dict[str, int | None]) -> DataInfo:
-        class_names = class_names + [str(index) for index in range(len(class_names), self.keys.num_classes or 0)]
+        keys = self.keys
+        class_names = class_names + [str(index) for index in range(len(class_names), keys.num_classes or 0)]
         if not class_names:
-            raise ValueError(f"data.source={self.keys.source} does not know its classes: give data.num_classes=N")
+            raise ValueError(f"data.source={keys.source} has no class names: give data.num_classes=N")
         checksums: dict[str, list[int]] = {}
-        if self._splits is not None:
-            splits = {"train": self._splits.train, "val": self._splits.validation, "test": self._splits.test}
-            known = {stage: split.checksum() for stage, split in splits.items() if stage in sizes}
-            checksums = {stage: [found] for stage, found in known.items() if found is not None}
-        weights = self._find_weights(class_names)
-        return DataInfo.from_keys(
-            self.keys, class_names=class_names, class_weights=weights, sizes=sizes, checksums=checksums
-        )
-
-    def _find_weights(self, class_names: list[str]) -> list[float] | None:
-        choice, counts, samples = self.keys.class_weights, [0] * len(class_names), 0
-        if choice == "balanced":
+        if self.splits is not None:
+            found = {stage: getattr(self.splits, _KINDS[stage]).checksum() for stage in sizes}
+            checksums = {stage: [checksum] for stage, checksum in found.items() if checksum is not None}
+        counts, samples = [0] * len(class_names), 0
+        if keys.class_weights == "balanced":
             targets = self._training_targets(len(class_names))
             counts, samples = count_classes(targets, len(class_names)), len(targets)
-        return find_weights(choice, counts, samples, class_names, multi_label=self.keys.multi_label)
+        weights = find_weights(keys.class_weights, counts, samples, class_names, multi_label=keys.multi_label)
+        known = {"class_weights": weights, "sizes": sizes, "checksums": checksums}
+        return DataInfo.from_keys(keys, class_names=class_names, **known)
 
     def _training_targets(self, classes: int) -> np.ndarray:
-        """The classes or labels of the training images. ValueError if only reading the images would show them."""
-        train = None if self._splits is None else self._splits.train
+        """The classes or labels of the training images. ValueError if they are unknown before images are read."""
+        train = None if self.splits is None else self.splits.train
         targets = None if train is None else train.source.targets()
         if train is None or targets is None:
-            raise ValueError(f"data.source={self.keys.source} does not know the classes of its images: give weights")
+            raise ValueError(f"data.source={self.keys.source} has no list of its labels: give weights")
         found = targets[train.indices]
         if (wrong := wrong_class(found, classes)) is not None:
             path = train.source.path(int(train.indices[wrong]))
             raise ValueError(f"{path}: the label {found[wrong]} is not among the classes 0 to {classes - 1}")
         return found
 
-    def _sampler(self, train: Split) -> TrainingSampler:
-        options: dict[str, Any] = {"seed": self.seed, "repeats": self.repeats, **find_place(self.trainer)._asdict()}
-        if self.keys.sampling is None:
-            return TrainingSampler(len(train), self.batch_size, **options)
-        targets = self._training_targets(self.info.num_classes)
-        return BalancedSampler(rarest_labels(targets), self.batch_size, **options)
-
     def train_dataloader(self) -> TrainingLoader | StreamLoader:
-        if self._splits is None:
+        if self.splits is None:
             if self.keys.decode == "gpu":
                 raise ValueError("a stream needs data.decode=cpu")
             return self._stream_loader("train", training_transform(self.info, self.augmentation))
-        split, options = self._splits.train, self._loader_options()
+        split, options = self.splits.train, self._loader_options()
         batches: TrainingBatches
         if (device := self._decoding_device(split)) is None:
             transform = training_transform(self.info, self.augmentation)
@@ -357,6 +312,13 @@ class ImageDataModule(TaskData):
             work = DeviceTransform(split, self.info, self.augmentation, device, seed=self.seed)
             options["finish"] = partial(_finish, work, device, options["num_workers"])
         return TrainingLoader(batches, self._sampler(split), **options, **follow(self.trainer))
+
+    def _sampler(self, train: Split) -> TrainingSampler:
+        options: dict[str, Any] = {"seed": self.seed, "repeats": self.repeats, **find_place(self.trainer)._asdict()}
+        if self.keys.sampling is None:
+            return TrainingSampler(len(train), self.batch_size, **options)
+        targets = self._training_targets(self.info.num_classes)
+        return BalancedSampler(rarest_labels(targets), self.batch_size, **options)
 
     def val_dataloader(self) -> BatchLoader:
         return self._evaluation_loader("validation")
@@ -371,9 +333,9 @@ class ImageDataModule(TaskData):
 
     def _evaluation_loader(self, kind: str) -> BatchLoader:
         transform = evaluation_transform(self.info)
-        if self._splits is None:
+        if self.splits is None:
             return self._stream_loader(kind, transform)
-        split: Split = getattr(self._splits, kind)
+        split: Split = getattr(self.splits, kind)
         rank, world_size, _ = find_place(self.trainer)
         sampler = EvaluationSampler(len(split), self.eval_batch_size, rank=rank, world_size=world_size)
         return BatchLoader(EvaluationBatches(split, transform, self.info), sampler, **self._loader_options())
@@ -382,9 +344,10 @@ class ImageDataModule(TaskData):
         """The GPU that decodes and augments the training images; None: the data workers do."""
         if self.keys.decode == "cpu":
             return None
-        device = (
-            self.trainer.strategy.root_device if self.trainer else torch.device("cuda", torch.cuda.current_device())
-        )
+        if self.trainer is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        else:
+            device = self.trainer.strategy.root_device
         if self.keys.decode == "gpu":
             if device.type != "cuda":
                 raise ValueError("data.decode=gpu needs a CUDA device")
@@ -396,7 +359,7 @@ class ImageDataModule(TaskData):
         return open_stream(self.keys, self.root, kind, batch_size=self.batch_size, seed=self.seed)
 
     def _describe_stream(self, kinds: Sequence[str]) -> tuple[dict[str, int | None], list[str]]:
-        """The sizes of splits and the class names of the first one, as far as the reader knows them."""
+        """The sizes of the splits, and the class names of the first one, as far as the reader has them."""
         require_one_class_list(self.keys, self.root)
         readers = {kind: self._stream(kind).reader for kind in kinds}
         stages = {kind: stage for stage, kind in _KINDS.items()}
@@ -409,8 +372,8 @@ class ImageDataModule(TaskData):
     def _stream_loader(self, kind: str, transform: Any) -> StreamLoader:
         rank, world_size, _ = find_place(self.trainer)
         training, stream, options = kind == "train", self._stream(kind), self._loader_options()
-        if (shards := getattr(stream.reader, "shards", None)) is not None:  # a worker reads whole shards
-            options["num_workers"] = min(options["num_workers"], max(1, shards // world_size) if training else shards)
+        shards = stream.reader.shards  # a worker reads whole shards
+        options["num_workers"] = min(options["num_workers"], max(1, shards // world_size) if training else shards)
         batches = StreamBatches(
             stream,
             transform,
@@ -435,10 +398,7 @@ class ImageDataModule(TaskData):
         }
 
     def _record(self, failures: list[Failure]) -> None:
-        """Record and log the images of a batch that could not be read, each path once.
-
-        ValueError for a wrong label; with on_error=raise, for each of them.
-        """
+        """Record and log the unreadable images of a batch; ValueError for a wrong label, or with on_error=raise."""
         for path, reason, stops in failures:
             if stops or self.keys.on_error == "raise":
                 raise ValueError(f"{path}: {reason}")
@@ -449,11 +409,11 @@ class ImageDataModule(TaskData):
 
 
 def _finish(work: DeviceTransform, device: torch.device, num_workers: int, batches: Iterator[Batch]) -> Iterator[Batch]:
-    """The batches, decoded by one thread and augmented by another, ahead of the step."""
-    if not num_workers:  # their transforms draw from the generators of the process, which threads share
+    """Yields the batches, which one thread decodes and another augments, ahead of the step."""
+    if not num_workers:  # the transforms draw from the generators of this process, which threads would share
         yield from map(work, batches)
         return
-    # Of high priority: many small kernels do not queue behind the large ones of the step.
+    # High priority, so that many small kernels do not queue behind the large ones of the step.
     stream = torch.cuda.Stream(device, priority=-1)
     decoded = work_ahead(batches, work.decode, stream, ahead=1)
     yield from work_ahead(decoded, work.finish, stream, ahead=4)
@@ -470,15 +430,10 @@ def _renamed(trained: DataInfo, numbers: Mapping[str, int]) -> list[str]:
 
 
 def _adopt_classes(found: DataInfo, trained: DataInfo, numbers: Mapping[str, int] | None) -> DataInfo:
-    """`found`, of data, with the class names of the trained model. ValueError if the data's own names differ.
-
-    `numbers`, from data.class_map, are the class numbers of the data, whose classes may have other names.
-    """
+    """`found` with the class names of the trained model, which the data must share without `data.class_map`."""
     if numbers is None and found.class_names != trained.class_names:
-        own, its = (", ".join(info.class_names[:5]) for info in (found, trained))
-        raise ValueError(
-            f"the data have other classes than the model, or another order: {own}, and {its}; see data.class_map"
-        )
+        own, its = name_some(found.class_names), name_some(trained.class_names)
+        raise ValueError(f"the data have the classes {own}, and the model {its}: give data.class_map")
     if numbers is not None:
         known = {name: number for number, name in enumerate(trained.class_names)}
         moved = [name for name, number in numbers.items() if known.get(name, number) != number]
@@ -488,7 +443,3 @@ def _adopt_classes(found: DataInfo, trained: DataInfo, numbers: Mapping[str, int
         raise ValueError(f"the model was trained with data.multi_label={str(trained.multi_label).lower()}")
     kept = ("class_names", "num_classes", "class_weights", "thresholds", "crop_mode")
     return replace(found, **{name: getattr(trained, name) for name in kept})
-
-
-def _absolute(root: str | None) -> str | None:
-    return None if root is None else os.path.realpath(os.path.expanduser(root))

@@ -28,8 +28,8 @@ REPLACEMENTS = 100
 class TrainingBatches(Dataset[Batch]):
     """SampleIndexes -> a full batch. The index of an unreadable image determines the image that replaces it.
 
-    Repeats of an image are neighbours in a batch: the image is read and decoded once for all of them. The batch is
-    empty if too many replacements in a row are unreadable. With `info`, labels are compared with its classes.
+    Repeats of an image are neighbours in a batch: it is decoded once for all of them. The batch is empty if too many
+    replacements in a row are unreadable. With `info`, labels must be among its classes.
     """
 
     def __init__(self, split: Split, transform: Callable[..., Any], seed: int, info: DataInfo | None = None) -> None:
@@ -49,10 +49,7 @@ class TrainingBatches(Dataset[Batch]):
         return Batch(torch.stack(images), as_targets(targets), failures)
 
     def samples(self, indices: list[SampleIndex], failures: list[Failure]) -> Iterator[tuple[Any, Any]]:
-        """Yields each image with its class, and seeds the generators for its transform.
-
-        Ends early if too many replacements in a row are unreadable.
-        """
+        """Seeds the generators for the transform of each image, and yields it with its class."""
         sample: tuple[Any, Any] | None = None
         position = -1
         for index in indices:
@@ -103,23 +100,21 @@ def _in_classes(
     sample: tuple[Any, Any] | Failure, split: Split, position: int, info: DataInfo | None
 ) -> tuple[Any, Any] | Failure:
     """The sample, or a failure that stops the run if its label is not the number of a class."""
-    if (
-        isinstance(sample, Failure)
-        or info is None
-        or not isinstance(sample[1], int)
-        or 0 <= sample[1] < info.num_classes
-    ):
+    if isinstance(sample, Failure) or info is None:
         return sample
-    message = f"the label {sample[1]} is not among the classes 0 to {info.num_classes - 1}"
+    label = sample[1]
+    if not isinstance(label, int) or 0 <= label < info.num_classes:
+        return sample
+    message = f"the label {label} is not among the classes 0 to {info.num_classes - 1}"
     return Failure(split.source.path(int(split.indices[position])), message, stops=True)
 
 
 class StreamBatches(IterableDataset[Batch]):
     """Batches of a timm IterableImageDataset, in its own order.
 
-    Images that cannot be read are skipped, and later images take their places. Training yields only full batches. In an
-    evaluation, all ranks read the whole stream, and each takes every `world_size`-th image: none is used twice or left
-    out. At the end of a stream, a batch without images may carry failures.
+    Unreadable images are skipped, and later ones take their places. Training yields only full batches. In an
+    evaluation, each rank reads the whole stream and takes every `world_size`-th image, so that none is used twice or
+    left out. At the end of a stream, a batch without images may carry failures.
     """
 
     def __init__(
@@ -137,7 +132,6 @@ class StreamBatches(IterableDataset[Batch]):
         self.dataset, self.transform, self.info, self.batch_size = dataset, transform, info, batch_size
         self.training, self.seed, self.rank, self.world_size = training, seed, rank, world_size
         self._epoch = SharedCount()
-        self._is_encoded = False
         if not training:
             dataset.reader.dist_rank, dataset.reader.dist_num_replicas = 0, 1
 
@@ -166,10 +160,11 @@ class StreamBatches(IterableDataset[Batch]):
                     failures.append(sample)
                     continue
                 readable = True
+                image, label = sample
                 with preserved_random_state():
                     seed_everything(derive_seed(*key, count))
-                    images.append(self.transform(sample[0]))
-                targets.append(sample[1])
+                    images.append(self.transform(image))
+                targets.append(label)
                 if len(images) == self.batch_size:
                     yield Batch(torch.stack(images), torch.tensor(targets), failures)
                     images, targets, failures = [], [], []
@@ -178,7 +173,7 @@ class StreamBatches(IterableDataset[Batch]):
                         break
             if not self.training or not readable:
                 break
-            # timm's count includes samples that cannot be read: another pass replaces them.
+            # timm's count includes unreadable samples, which another pass replaces.
             wanted = (drawn - before) // self.batch_size if wanted is None else wanted
         if images and not self.training:
             yield Batch(torch.stack(images), torch.tensor(targets), failures)
@@ -186,17 +181,16 @@ class StreamBatches(IterableDataset[Batch]):
             yield Batch(torch.empty(0), torch.empty(0), failures)
 
     def _leave_encoded(self) -> None:
-        """Make a Hugging Face stream yield encoded images: its iterator would end at the first broken one."""
+        """Make a Hugging Face stream yield encoded images; otherwise its iterator ends at the first broken one."""
         reader = self.dataset.reader
-        if not self._is_encoded and type(reader).__name__ == "ReaderHfids":
+        if type(reader).__name__ == "ReaderHfids" and not reader.ds:
             reader._lazy_init()
             feature: Any = (reader.ds.features or {}).get("image")
             if type(feature).__name__ == "Image":
                 reader.ds = reader.ds.cast_column("image", type(feature)(decode=False))
-        self._is_encoded = True
 
     def _read(self, found: Any, target: Any, count: int) -> tuple[Image.Image, int] | Failure:
-        """The image and class of a sample, whose image may be {"bytes": ..., "path": ...} (Hugging Face) or None."""
+        """The image and class of a sample, whose image may also be None or Hugging Face's {"bytes", "path"}."""
         stored: Mapping[str, Any] = found if isinstance(found, Mapping) else {}
         name = stored.get("path")
         try:
@@ -215,7 +209,7 @@ class StreamBatches(IterableDataset[Batch]):
 class StreamLoader(BatchLoader):
     """A BatchLoader over a stream; each training epoch begins at the start of the stream.
 
-    It ignores the sampler that Lightning passes when it recreates a loader.
+    It ignores the samplers that Lightning passes when it recreates a loader.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Decode image files to upright images of 8 bits per channel, for training, evaluation and prediction alike."""
+"""Decode image files to upright images of 8 bits per channel, for training, evaluation and prediction."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from PIL import ExifTags, Image, ImageFile
 
 from longseq.tasks.data.loader import UNREADABLE
 
-# Exported files contain this text, for programs that prepare images for them.
+# Exported files contain these texts, for programs that prepare images.
 DECODING = (
     "first frame; turned upright by its EXIF orientation; 16-bit grey divided by 257 (fewer bits by their range), "
     "floats in 0..1 multiplied by 255, both rounded; of 16-bit colours the upper 8 bits (PPM: rounded as grey); "
@@ -60,13 +60,13 @@ def image_endings() -> frozenset[str]:
 
 
 def is_hidden(name: str) -> bool:
-    """True if the name begins with a dot, or is `__MACOSX`: macOS adds this folder to archives."""
+    """True if the name begins with a dot, or is `__MACOSX`, a folder that macOS adds to archives."""
     return name.startswith(".") or name == "__MACOSX"
 
 
 def is_image(name: str) -> bool:
     """True if the file has one of the `image_endings` and is not hidden."""
-    own = name.rstrip("/").rpartition("/")[2]  # pathlib would be slow for millions of names
+    own = name.rstrip("/").rpartition("/")[2]  # pathlib is slow for millions of names
     return os.path.splitext(own)[1].lower() in image_endings() and not is_hidden(own)
 
 
@@ -74,7 +74,7 @@ def decode(file: str | Path | IO[bytes]) -> Image.Image:
     """The image of a file, upright, with 8 bits per channel; raises one of UNREADABLE.
 
     16-bit integers are scaled by their range, so that a picture has the same values in 8 and in 16 bits. Floats must
-    lie in [0, 1]. ValueError for other integers and floats, whose range is unknown.
+    lie in [0, 1]. ValueError for integers and floats of unknown range.
     """
     if isinstance(file, (str, Path)):
         # Pillow 13 maps files that it opens itself into memory, and then misreads rotated TIFF images.
@@ -95,8 +95,8 @@ def first_line(error: BaseException) -> str:
 def find_jpeg_size(data: bytes) -> tuple[int, int] | None:
     """The height and width of a JPEG file that any decoder reads as `decode` does, up to rounding.
 
-    None for other formats, CMYK, colours stored as RGB, images that EXIF turns, and files without an end: only `decode`
-    reads these. Raises one of UNREADABLE.
+    None for other formats, CMYK, colours stored as RGB, images that EXIF turns, and truncated files. Raises one of
+    UNREADABLE.
     """
     if not data.startswith(b"\xff\xd8") or not data.rstrip(b"\0").endswith(b"\xff\xd9"):
         return None
@@ -109,7 +109,7 @@ def find_jpeg_size(data: bytes) -> tuple[int, int] | None:
 
 
 def _orientation(image: Image.Image) -> int | None:
-    """The EXIF orientation; None without it, and for damaged EXIF data."""
+    """The EXIF orientation; None if it is missing or damaged."""
     try:
         return image.getexif().get(ExifTags.Base.Orientation)
     except UNREADABLE:
@@ -130,24 +130,26 @@ def upright(image: Image.Image) -> Image.Image:
 
 def in_eight_bits(image: Image.Image) -> Image.Image:
     """Convert an image of any mode to 8 bits per channel, in a mode that converts to RGB and L, or raise ValueError."""
-    if _first(_tags(image).get(339)) == 2 and _bits(image) < 32:  # Pillow takes -1 of 8 bits for 255
-        raise ValueError("integers with a sign do not tell which one is black: store 8 or 16 bits without one")
+    tags = _tags(image)
+    if _first(tags.get(339)) == 2 and _bits(image) < 32:  # Pillow takes -1 of 8 bits for 255
+        raise ValueError("signed integers of unknown range: store 8 or 16 bits without a sign")
+    white_is_zero = tags.get(262) == 0  # Pillow inverts such TIFF files of 8 bits, but not of 16 bits
     if image.mode.startswith("I;16"):
-        return _scaled(image, 2 ** _bits(image) - 1, inverted=_white_is_zero(image))
+        return _scaled(image, 2 ** _bits(image) - 1, inverted=white_is_zero)
     if image.mode == "I":
         # Pillow uses this mode for 16 bits of PGM, and before version 11 also of PNG.
         if image.format not in ("PNG", "PPM"):
-            raise ValueError("32-bit integers do not tell which one is white: store 8 or 16 bits, or floats in 0..1")
+            raise ValueError("32-bit integers of unknown range: store 8 or 16 bits, or floats in 0..1")
         return _scaled(image, 65535)
     if image.mode == "F":
-        return _scaled(image, 1, inverted=_white_is_zero(image))
+        return _scaled(image, 1, inverted=white_is_zero)
     # Pillow converts these modes to RGB or L only in two steps, or with a warning.
     between = {"P": "RGBA" if "transparency" in image.info else "P", "La": "LA", "LAB": "RGB"}.get(image.mode)
     return image if between in (None, image.mode) else image.convert(between)
 
 
 def _correct_planes(image: ImageFile.ImageFile) -> None:
-    """Make Pillow read the uncompressed 16-bit planes of a TIFF file, which it would take for 8 bits."""
+    """Make Pillow read the uncompressed 16-bit planes of a TIFF file, which it reads as 8 bits."""
     tags = _tags(image)
     if tags.get(284) == 2 and _bits(image) == 16 and all(tile.codec_name == "raw" for tile in image.tile):
         if image.mode not in ("RGB", "RGBA"):
@@ -163,19 +165,14 @@ def _scaled(image: Image.Image, white: float, *, inverted: bool = False) -> Imag
     values = np.asarray(image).astype(np.float64)
     lowest, highest = float(values.min()), float(values.max())
     if not (lowest >= 0 and highest <= white):
-        raise ValueError(f"its pixels go from {lowest:g} to {highest:g}, and must lie in 0..{white}: scale them")
+        raise ValueError(f"its pixels are in {lowest:g}..{highest:g}, and must be in 0..{white}")
     grey = np.rint(values * (255 / white)).astype(np.uint8)
     return Image.fromarray(255 - grey if inverted else grey)
 
 
 def _bits(image: Image.Image) -> int:
-    """The number of bits used in a 16-bit mode, which TIFF files of 12 bits have, too."""
+    """The number of bits used in a 16-bit mode, which Pillow also uses for 12 bits."""
     return int(_first(_tags(image).get(258, 16)))
-
-
-def _white_is_zero(image: Image.Image) -> bool:
-    # Pillow inverts such TIFF files of 8 bits, but not of 16 bits.
-    return _tags(image).get(262) == 0
 
 
 def _tags(image: Image.Image) -> dict[int, Any]:

@@ -32,7 +32,7 @@ from PIL import Image
 from timm.data.readers.class_map import load_class_map
 
 from longseq.tasks.data.labels import LABEL_COLUMN, Labels, name_some, read_labels, sort_names, targets_of
-from longseq.tasks.data.module import PassedOver
+from longseq.tasks.data.module import PassedOver, same_root
 from longseq.tasks.image.decoding import decode, is_hidden, is_image
 
 if TYPE_CHECKING:
@@ -52,12 +52,12 @@ MANIFEST = "manifest.json"
 
 
 class Layout(ABC):
-    """A data set with splits of its own, which are found by name and opened one at a time.
+    """Finds the splits of a data set by name, and opens each of them.
 
     Attributes:
         root: `data.root`, expanded.
-        names: the name of each split (train, validation, test); None: the user says that there is none.
-        whole: the part to read if the data set has no splits; None: it must have some.
+        names: the name of each split (train, validation, test); None if the user sets it to null.
+        whole: the part to read if the data set has no splits; None if it must have some.
     """
 
     def __init__(self, keys: ImageDataKeys) -> None:
@@ -82,12 +82,12 @@ class Layout(ABC):
         """
         parts = {kind: self.find(kind, name) for kind, name in self.names.items() if name is not None}
         for kind, part in parts.items():
+            name, key = self.names[kind], SPLIT_KEYS[kind]
             required = kind == "train" and (self.whole is None or any(parts.values()))
-            if part is None and (required or self.names[kind] != kind):
-                name = self.names[kind]
-                raise FileNotFoundError(f"data.{SPLIT_KEYS[kind]}={name}: {self.root} holds no {name}")
-            if part and kind != "train" and parts["train"] and _same(part, parts["train"]):
-                raise ValueError(f"data.{SPLIT_KEYS[kind]}={self.names[kind]} names the training images")
+            if part is None and (required or name != kind):
+                raise FileNotFoundError(f"data.{key}={name}: {self.root} holds no {name}")
+            if part and kind != "train" and parts["train"] and same_root(part, parts["train"]):
+                raise ValueError(f"data.{key}={name} names the training images")
         first = parts.pop("train") or self.whole
         assert first is not None
         train = self.open(first)
@@ -98,10 +98,10 @@ class Layout(ABC):
         return {"train": train, **held_out}
 
     def open_held_out(self, kind: str, class_names: Sequence[str], *, foreign: bool) -> Source | None:
-        """The images of `kind` (validation or test); None if they are a part of the training images.
+        """The images of `kind` (validation or test); None if they are held out from the training split.
 
-        Without a test split, the validation images are the test images. With `foreign`, the test split need not be
-        named, and a data set without splits is read as a whole.
+        Without a test split, the validation images are the test images. With `foreign`, a test split is read even if
+        the keys do not name it, and a data set without splits as a whole.
         """
         for one in (kind, "validation") if kind == "test" else (kind,):
             name = self.names[one] or (one if foreign else None)
@@ -114,15 +114,8 @@ class Layout(ABC):
         return self.open(self.whole, class_names)
 
 
-def _same(one: str, other: str) -> bool:
-    return os.path.realpath(one) == os.path.realpath(other)
-
-
 def require_same_numbers(held_out: Sequence[str], train: Sequence[str], label: str, kind: str) -> None:
-    """ValueError if a class has another number in held-out images than in training.
-
-    Classes without names are not compared, and the last ones may be missing.
-    """
+    """ValueError if a named class has another number in held-out images than in training; the last may be missing."""
     unnamed = all(list(names) == [str(number) for number in range(len(names))] for names in (held_out, train))
     if train and not unnamed and list(held_out) != list(train[: len(held_out)]):
         raise ValueError(f"{label}: {kind} has the classes {name_some(held_out)}, and training {name_some(train)}")
@@ -140,7 +133,7 @@ class StoredSource(ABC):
 
     @abstractmethod
     def path(self, index: int) -> str:
-        """The name of an image for people."""
+        """The name of an image in messages and tables."""
 
     def __len__(self) -> int:
         return len(self._targets)
@@ -158,9 +151,6 @@ class StoredSource(ABC):
         return self._targets
 
 
-# Class folders
-
-
 class _Item(NamedTuple):
     """An image: the folders around it, its path, and in a tar file its archive, offset and length."""
 
@@ -170,17 +160,22 @@ class _Item(NamedTuple):
 
 
 class FileSource(StoredSource):
-    """Images of class folders: files, or members of tar files. The innermost folder names the class."""
+    """Images in files, or in members of tar files: `places` are then the archive, the offset and the length."""
 
-    def __init__(self, label: str, items: Sequence[_Item], class_to_idx: Mapping[str, int]) -> None:
-        kept = [item for item in items if item.folders[-1] in class_to_idx]
-        targets = np.array([class_to_idx[item.folders[-1]] for item in kept], dtype=np.int64)
-        super().__init__(label, names_by_number(class_to_idx), targets)
-        self.paths = [item.path for item in kept]
-        self._places = [item.place for item in kept]
+    def __init__(
+        self,
+        label: str,
+        class_names: Sequence[str],
+        targets: np.ndarray,
+        paths: Sequence[str],
+        places: Sequence[tuple[str, int, int] | None] | None = None,
+    ) -> None:
+        super().__init__(label, class_names, targets)
+        self.paths, self._places = paths, places
 
     def read_bytes(self, index: int) -> bytes:
-        path, offset, size = self._places[index] or (self.paths[index], 0, -1)
+        place = None if self._places is None else self._places[index]
+        path, offset, size = place or (self.paths[index], 0, -1)
         with open(path, "rb") as file:
             file.seek(offset)
             return file.read(size)
@@ -224,9 +219,8 @@ def open_classes(
     """The images of a folder of class folders, of a .tar of one, or of a folder of .tar files.
 
     Classes are numbered by `class_map`, which also selects them; else as in `class_names`; else in the order of
-    `sort_classes`. In a root without splits, classes must be in one folder: training and test images could otherwise
-    become one set. ValueError for images outside class folders, for classes that are not in `class_names`, and if
-    there are no images.
+    `sort_classes`. ValueError for images outside class folders, for classes that are not in `class_names`, without
+    images, and if classes are in several folders of a root: these may be splits.
     """
     items = _find_items(path, is_root=is_root)
     numbers = class_numbers(class_map, path)
@@ -236,20 +230,22 @@ def open_classes(
             raise ValueError(f"{path} has class folders that the training has not: {name_some(extra)}")
         names = sort_classes(found) if class_names is None else class_names
         numbers = {name: number for number, name in enumerate(names)}
-    source = FileSource(path, items, numbers)
-    if not len(source):
+    items = [item for item in items if item.folders[-1] in numbers]
+    if not items:
         raise ValueError(f"{path} has none of the classes {name_some(list(numbers))}")
-    return source
+    targets = np.array([numbers[item.folders[-1]] for item in items], dtype=np.int64)
+    paths, places = [item.path for item in items], [item.place for item in items]
+    return FileSource(path, names_by_number(numbers), targets, paths, places)
 
 
 def natural_order(name: str) -> tuple[list[str | Decimal], str]:
-    """A sort key for names: numbers by value, capitals like small letters."""
+    """A sort key for names: numbers by value, without regard to case."""
     parts = re.split(r"(\d+)", name.lower())
     return [Decimal(part) if index % 2 else part for index, part in enumerate(parts)], name
 
 
 def sort_classes(names: Iterable[str]) -> list[str]:
-    """Class names in their order, for every source: whole numbers by value, others in natural order."""
+    """Class names in the order of every source: whole numbers by value, others in natural order."""
     return sort_names(names, natural_order)
 
 
@@ -271,7 +267,8 @@ def find_images(root: str) -> tuple[list[str], list[PassedOver]]:
 
 
 def _find_items(path: str, *, is_root: bool) -> list[_Item]:
-    items = _find_files(path) if os.path.isdir(path) else []
+    images = sorted(find_images(path)[0], key=natural_order)
+    items = [_Item(PurePosixPath(os.path.relpath(image, path)).parent.parts, image) for image in images]
     if not items:
         archives = [Path(path)] if os.path.isfile(path) else sorted(Path(path).glob("*.tar"))
         items = _find_members([archive for archive in archives if not is_hidden(archive.name)])
@@ -286,11 +283,6 @@ def _find_items(path: str, *, is_root: bool) -> list[_Item]:
     return items
 
 
-def _find_files(root: str) -> list[_Item]:
-    images = sorted(find_images(root)[0], key=natural_order)
-    return [_Item(PurePosixPath(os.path.relpath(image, root)).parent.parts, image) for image in images]
-
-
 def _find_members(archives: Sequence[Path]) -> list[_Item]:
     """The images in tar files. The archive's name is the class of images outside folders, if there are several."""
     found: dict[tuple[str, str], _Item] = {}
@@ -302,7 +294,7 @@ def _find_members(archives: Sequence[Path]) -> list[_Item]:
                     continue
                 folders = path.parent.parts or ((archive.stem,) if len(archives) > 1 else ())
                 place = (str(archive), member.offset_data, member.size)
-                # The last of several files with one name counts, as in tar.
+                # Of several members with one name the last counts, as in tar.
                 found[member.name, archive.name] = _Item(folders, str(archive / path), place)
     return [found[key] for key in sorted(found, key=lambda key: (natural_order(key[0]), key[1]))]
 
@@ -329,35 +321,10 @@ def names_by_number(class_to_idx: Mapping[Any, int]) -> list[str]:
     return names
 
 
-# Tables
-
-
 class _Row(NamedTuple):
     line: int
     path: str
     labels: Labels
-
-
-class TableSource(StoredSource):
-    """The images that a csv file lists with their class or their labels."""
-
-    def __init__(self, path: str, rows: Sequence[_Row], class_names: Sequence[str], *, multi_label: bool) -> None:
-        known = set(class_names)
-        for row in rows:
-            if unknown := [name for name in row.labels if name not in known]:
-                raise ValueError(
-                    f"{path}, line {row.line}: the label {unknown[0]} is not among {name_some(class_names)}"
-                )
-        labels = [row.labels for row in rows]
-        targets = targets_of(np.arange(len(rows)), labels, class_names, multi_label=multi_label)
-        super().__init__(path, class_names, targets)
-        self._paths = [row.path for row in rows]
-
-    def read_bytes(self, index: int) -> bytes:
-        return Path(self._paths[index]).read_bytes()
-
-    def path(self, index: int) -> str:
-        return self._paths[index]
 
 
 class TableLayout(Layout):
@@ -379,11 +346,18 @@ class TableLayout(Layout):
             columns = self.keys.label_column
             names = (name for row in rows for name in row.labels)
             class_names = list(columns) if isinstance(columns, list | tuple) else sort_classes(names)
-        return TableSource(part, rows, class_names, multi_label=self.keys.multi_label)
+        known = set(class_names)
+        for row in rows:
+            if unknown := sorted(set(row.labels) - known):
+                classes = name_some(class_names)
+                raise ValueError(f"{part}, line {row.line}: the label {unknown[0]} is not among {classes}")
+        labels = [row.labels for row in rows]
+        targets = targets_of(np.arange(len(rows)), labels, class_names, multi_label=self.keys.multi_label)
+        return FileSource(part, class_names, targets, [row.path for row in rows])
 
 
 def _read_rows(path: Path, keys: ImageDataKeys) -> Iterator[_Row]:
-    """The rows of a table. ValueError, with the line, for rows without a file or label and files listed twice."""
+    """The rows of a table. ValueError for rows without a file or label, and for files that are listed twice."""
     given = keys.label_column or LABEL_COLUMN
     columns = [given] if isinstance(given, str) else list(given)
     named = keys.file_column or FILE_COLUMN
@@ -397,26 +371,24 @@ def _read_rows(path: Path, keys: ImageDataKeys) -> Iterator[_Row]:
             raise ValueError(f"{path} has two columns of one name")
         for row in reader:
             line = reader.line_num
-            if None in row or not row[named]:
-                raise ValueError(f"{path}, line {line}: {'too many cells' if None in row else 'no file'}")
-            image = path.parent / row[named]  # "./a.png" and "a.png" are one
-            if (first := seen.setdefault(str(image), line)) != line:
-                raise ValueError(f"{path}, line {line}: {row[named]} is in line {first} already")
-            cells = [row[one] for one in columns]
             try:
+                if None in row or not row[named]:
+                    raise ValueError("too many cells" if None in row else "no file")
+                image = str(path.parent / row[named])  # "./a.png" and "a.png" are one file
+                if image in seen:
+                    raise ValueError(f"{row[named]} is in line {seen[image]} already")
+                seen[image] = line
+                cells = [row[one] for one in columns]
                 labels = read_labels(cells, given, multi_label=keys.multi_label, delimiter=keys.label_delimiter)
             except ValueError as error:
                 raise ValueError(f"{path}, line {line}: {error}") from None
-            yield _Row(line, str(image), labels)
-
-
-# Shards
+            yield _Row(line, image, labels)
 
 
 class ShardSource(StoredSource):
-    """One split of a folder of shards. Images are read by offset and compared with their checksums.
+    """One split of a folder of shards, whose images are read by offset and compared with their checksums.
 
-    Classes have the numbers of the shards; or those of `order`, if it names the same classes in another order.
+    Classes are numbered as in the manifest, or as in `order` if it has the same classes.
     """
 
     def __init__(self, root: str, split: str, manifest: Mapping[str, Any], order: Sequence[str] | None = None) -> None:
@@ -442,7 +414,7 @@ class ShardSource(StoredSource):
             file.seek(offset)
             data = file.read(size)
         if zlib.crc32(data) != wanted:
-            raise ValueError("its bytes are not those that were written: prepare the shards again")
+            raise ValueError("its bytes are not those that were written")
         return data
 
     def path(self, index: int) -> str:

@@ -1,4 +1,4 @@
-"""What a model must know of its training data."""
+"""The properties of the training data that a model keeps."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ if TYPE_CHECKING:
     from longseq.tasks.image.config import ImageDataKeys
 
 
+_SHARED = ("img_size", "in_chans", "interpolation", "crop_pct", "multi_label")  # with the keys of `data`
+
+
 @dataclass(frozen=True)
 class DataInfo(Info):
-    """What a model, a checkpoint and an exported file must know of the data.
+    """The classes and the preprocessing of image data, kept by models, checkpoints and exported files.
 
     `img_size` is [height, width] for images that are not square. `mean` and `std` are per channel, of pixels in [0, 1].
-    `crop_mode` is timm's name of the way to `img_size`: center, squash or border. `sizes` has the number of images in
-    each split, None if a stream does not know it. With `multi_label` an image has any number of the classes.
-    `class_weights` has the weight of each class in the loss (with `multi_label`, of an image's own labels), None if all
-    are 1. `thresholds` are as in `longseq.tasks.training.metrics.decide`: the probability from which each label, or
-    the second of two classes, is predicted; None for one half, or for the most probable class.
+    `crop_mode` is timm's: center, squash or border. `sizes` has the number of images in each split, None if unknown.
+    With `multi_label` an image has any number of the classes. `class_weights` has the weight of each class in the loss,
+    None if all are 1. `thresholds` are the probabilities from which each label, or the second of two classes, is
+    predicted; None for one half, or for the most probable class.
     """
 
     class_names: list[str]
@@ -42,9 +44,8 @@ class DataInfo(Info):
 
     @classmethod
     def from_keys(cls, keys: ImageDataKeys, *, class_names: list[str], **values: Any) -> DataInfo:
-        """The info of data that was opened with these keys of `data`; `values` are the fields that keys lack."""
-        shared = ("img_size", "in_chans", "interpolation", "crop_pct", "multi_label")
-        values |= {name: getattr(keys, name) for name in shared}
+        """The info of data opened with these keys of `data`; `values` are the fields that `keys` does not have."""
+        values |= {name: getattr(keys, name) for name in _SHARED}
         values |= {name: per_channel(name, getattr(keys, name), keys.in_chans) for name in ("mean", "std")}
         return cls(class_names=class_names, num_classes=len(class_names), **values)
 
@@ -61,13 +62,12 @@ class DataInfo(Info):
         """The side of the square images that the model reads; ValueError for others."""
         height, width = self.sides
         if height != width:
-            raise ValueError(f"img_size={list(self.sides)} is no square: only predict and export read such images")
+            raise ValueError(f"img_size={list(self.sides)} is not square: only predict and export read such images")
         return height
 
     def to_keys(self) -> dict[str, Any]:
         """The keys of `data` that transform other images in the same way."""
-        prepared = ("img_size", "in_chans", "mean", "std", "interpolation", "crop_pct", "multi_label")
-        return {"name": "images", **{key: getattr(self, key) for key in prepared}}
+        return {"name": "images", **{key: getattr(self, key) for key in (*_SHARED, "mean", "std")}}
 
     def describe(self) -> str:
         """The data in a few words."""

@@ -46,32 +46,14 @@ class ImageModel(TaskModel):
     """Builds models of `timm.create_model`, including longseq's, and models of a plug-in's class."""
 
     def build(self, config: Mapping[str, Any], info: DataInfo) -> nn.Module:
-        """The model that `config.model` names.
-
-        A null option has the value of the recipe (`recipe.model`), or else the model's default.
-        """
-        model = _create_own(config, info) if TARGET in config["model"] else self._create(config, info)
+        """The model that `config.model` names; a null option has the value of `recipe.model`, or else the default."""
+        model = _create_own(config, info) if TARGET in config["model"] else _create(config, info)
         state_data(model, info)
         return model
 
-    def _create(self, config: Mapping[str, Any], info: DataInfo, **weights: Any) -> nn.Module:
-        """The model; `weights` are the arguments of `timm.create_model` for pretrained weights."""
-        options = {key: value for key, value in config["model"].items() if key not in ("name", "label")}
-        name = config["model"]["name"]
-        options = (config["recipe"].get("model") or {}) | {k: v for k, v in options.items() if v is not None}
-        if name.startswith("longseq_"):
-            options |= {"mixer": config["mixer"]["name"], "mixer_options": mixer_options(config)}
-            options = _patches(info.side, overlapping=True) | options | {"img_size": info.side}
-        else:
-            options = _sizes(name, info.side) | options
-        torch.manual_seed(config["seed"])
-        return timm.create_model(name, num_classes=info.num_classes, in_chans=info.in_chans, **{**options, **weights})
-
     def initialize(self, model: nn.Module, trained: nn.Module) -> None:
         """As `TaskModel.initialize`, with position embeddings interpolated to the new grid of patches, and the first
-        convolution fitted to the new channels.
-
-        ValueError also if two models of longseq compute different functions of the same weights.
+        convolution fitted to the new channels. ValueError also if models of longseq differ in their function.
         """
         state = _fit_channels(model, trained)
         if isinstance(model, ImageBackbone):
@@ -103,24 +85,33 @@ class ImageModel(TaskModel):
     def start_from_weights(self, model: nn.Module, config: Mapping[str, Any], info: DataInfo) -> None:
         """Load a file of weights with timm, which fits positions, patches and channels to the new model.
 
-        The head is new if the file has another number of classes. ValueError also for missing weights: for some models,
-        timm would load whatever fits.
+        The head is new if the file has another number of classes. ValueError also for missing weights, which timm
+        ignores for some models.
         """
         name, path = config["model"]["name"], config["init"]
         if TARGET in config["model"]:
             raise ValueError(f"init={path}: only models of timm read files of weights")
+        cfg: Any = timm.get_pretrained_cfg(name)
+        heads = getattr(cfg, "classifier", None)
+        head = str(heads[0] if isinstance(heads, list | tuple) else heads)
         try:
             state = load_state_dict(path)
             # timm checks the weights only if the model has a head as in the file.
-            weight = state.get(f"{_head_of(name)}.weight")
+            weight = state.get(f"{head}.weight")
             count = 0 if weight is None else len(weight)
-            source = {"num_classes": count} | _channels_of(model, name, info.in_chans, state)
+            source = {"num_classes": count} | _channels_of(model, cfg, info.in_chans, state)
             as_saved = replace(info, num_classes=count)
 
             def take(**weights: Any) -> nn.Module:
-                return self._create(config, as_saved, pretrained=True, pretrained_cfg_overlay=source | weights)
+                return _create(config, as_saved, pretrained=True, pretrained_cfg_overlay=source | weights)
 
-            _require_all(name, take(state_dict=_as_nan(state)))
+            # NaN weights show which parameters timm loads.
+            marks = {key: torch.full_like(value, math.nan) for key, value in state.items() if _is_float(value)}
+            replaced = (f"{head.split('.')[0]}.", "fc_norm.")  # the head, and the norm before it
+            for key, value in take(state_dict={**state, **marks}).state_dict().items():
+                missing = _is_float(value) and value.numel() and not value.isnan().any()
+                if missing and not key.startswith(replaced):
+                    raise RuntimeError(f"{key} is missing")
             copy_weights(model, take(file=path).state_dict())
         except (RuntimeError, KeyError, SafetensorError, UnpicklingError) as error:
             reason = " ".join(str(error).split())[:200]
@@ -142,14 +133,32 @@ class ImageModel(TaskModel):
             raise ValueError(f"the model reads data.in_chans={trained.in_chans}, with crop_mode={trained.crop_mode}")
 
 
+def _is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
 def _function_of(given: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a model that change the function of its weights."""
     both = given["direction"] in ("bidirectional", "cross")
     return {**{name: given[name] for name in _FUNCTION}, "merge": given["merge"] if both else None, "mlp": None}
 
 
+def _create(config: Mapping[str, Any], info: DataInfo, **weights: Any) -> nn.Module:
+    """A model of timm; `weights` are the arguments of `timm.create_model` for pretrained weights."""
+    options = {key: value for key, value in config["model"].items() if key not in ("name", "label")}
+    name = config["model"]["name"]
+    options = (config["recipe"].get("model") or {}) | {k: v for k, v in options.items() if v is not None}
+    if name.startswith("longseq_"):
+        options |= {"mixer": config["mixer"]["name"], "mixer_options": mixer_options(config)}
+        options = _patches(info.side, overlapping=True) | options | {"img_size": info.side}
+    else:
+        options = _sizes(name, info.side) | options
+    torch.manual_seed(config["seed"])
+    return timm.create_model(name, num_classes=info.num_classes, in_chans=info.in_chans, **{**options, **weights})
+
+
 def _create_own(config: Mapping[str, Any], info: DataInfo) -> nn.Module:
-    """The model of the plug-in's class that `model._target_` names.
+    """A model of the plug-in's class that `model._target_` names.
 
     The constructor gets the other keys of `model`, the recipe's options, and `num_classes`, `in_chans` and `img_size`
     if it takes them.
@@ -170,7 +179,7 @@ def _create_own(config: Mapping[str, Any], info: DataInfo) -> nn.Module:
 
 
 def state_data(model: nn.Module, info: DataInfo) -> None:
-    """Write the preprocessing and the class names to timm's attributes of a model, which are saved with it."""
+    """Write the preprocessing and the class names to timm's attributes of a model, which its files keep."""
     stated = {
         "num_classes": info.num_classes,
         "label_names": tuple(info.class_names),
@@ -213,42 +222,17 @@ def _fit_channels(model: nn.Module, trained: nn.Module) -> dict[str, Any]:
     return state
 
 
-def _channels_of(model: nn.Module, name: str, in_chans: int, state: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration key with the number of channels of a file of weights, which timm would assume to be three.
+def _channels_of(model: nn.Module, cfg: Any, in_chans: int, state: Mapping[str, Any]) -> dict[str, Any]:
+    """timm's configuration key for the number of channels in a file of weights; by default it assumes three.
 
     Empty if the first convolution does not show it: some models fold pixels into its channels.
     """
-    cfg: Any = timm.get_pretrained_cfg(name)
-    first = cfg.first_conv if cfg is not None else None
+    first = getattr(cfg, "first_conv", None)
     weight = state.get(f"{first}.weight")
     layer = dict(model.named_modules()).get(first) if isinstance(first, str) else None
     if weight is None or weight.ndim != 4 or not isinstance(layer, nn.Conv2d) or layer.in_channels != in_chans:
         return {}
     return {"input_size": (weight.shape[1] * layer.groups, *cfg.input_size[1:])}
-
-
-def _as_nan(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The weights of a file as NaN, which show what a model loads of them."""
-    return {
-        name: torch.full_like(value, math.nan) if isinstance(value, Tensor) and value.is_floating_point() else value
-        for name, value in state.items()
-    }
-
-
-def _require_all(name: str, marked: nn.Module) -> None:
-    """RuntimeError if a model has weights, other than the head and the norm before it, that the file lacks."""
-    behind = (f"{_head_of(name).split('.')[0]}.", "fc_norm.")
-    for key, value in marked.state_dict().items():
-        taken = not value.is_floating_point() or not value.numel() or bool(value.isnan().any())
-        if not taken and not key.startswith(behind):
-            raise RuntimeError(f"{key} is missing")
-
-
-def _head_of(name: str) -> str:
-    """The name of a model's head, or of the first of two, in its state dict."""
-    cfg: Any = timm.get_pretrained_cfg(name)
-    heads = cfg.classifier if cfg is not None else None
-    return str(heads[0] if isinstance(heads, list | tuple) else heads)
 
 
 def _sizes(name: str, img_size: int) -> dict[str, int]:

@@ -1,6 +1,7 @@
 """The image classification task: loss, metrics, optimizer and schedule around a backbone."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from longseq.tasks.training.distributed import UpdateSum, count_processes
 from longseq.tasks.training.metrics import make_metrics
 from longseq.tasks.training.recipe import Training
 
-# How far the sum of probabilities in half precision may be from 1.
+# The largest rounding error of a sum of probabilities in half precision.
 _ROUNDING = 0.02
 
 
@@ -41,15 +42,15 @@ class ImageClassifier(ClassifierModule):
     `task.metric` do. Metrics count each evaluated sample once, whatever the number of processes; with other loaders
     than longseq's they include the samples that Lightning repeats to give all processes equally many.
 
-    `mixing` makes the soft targets of a training batch; the default keeps the labels. With `binary_cross_entropy`, or
+    `mixing` makes the soft targets of a training batch; by default they are the labels. With `binary_cross_entropy` or
     several labels, each class is a separate decision. Validation and test losses have no weights. `threshold` is as in
     `ClassifierModule`.
 
-    Batches of any loader are pairs (images, labels), or dictionaries with the names of `read_batch`. Images are
-    normalised. Labels are numbers `[B]`; or probabilities of the classes `[B, num_classes]`, which get the weights of
-    the classes, but no smoothing or mixing; or several labels as above. ValueError for other labels. `info` has the
-    class names and the preprocessing of the loader's images: checkpoints keep it for `longseq predict`, `evaluate` and
-    `export`. The default is the info of an `ImageDataModule`, or timm's `pretrained_cfg` of the model.
+    Batches of any loader are pairs (normalised images, labels), or dictionaries with the names of `read_batch`. Labels
+    are class numbers `[B]`; or probabilities `[B, num_classes]`, which get the weights of the classes, but no smoothing
+    or mixing; or several labels as above. ValueError for other labels. `info` has the class names and the preprocessing
+    of the images; checkpoints keep it for `longseq predict`, `evaluate` and `export`. By default it is the info of an
+    `ImageDataModule`, or comes from timm's `pretrained_cfg` of the model.
     """
 
     kept_options = ("num_classes", "multi_label", "binary_cross_entropy", "chosen_metrics", "metric", "threshold")
@@ -78,8 +79,8 @@ class ImageClassifier(ClassifierModule):
             training,
             num_classes=num_classes,
             multi_label=multi_label,
-            make_metrics=lambda: make_metrics(
-                num_classes, multi_label=multi_label, chosen=chosen_metrics, metric=metric
+            make_metrics=partial(
+                make_metrics, num_classes, multi_label=multi_label, chosen=chosen_metrics, metric=metric
             ),
             chosen_metrics=chosen_metrics,
             metric=metric,
@@ -91,9 +92,9 @@ class ImageClassifier(ClassifierModule):
         self.mixing = mixing or BatchMixing(num_classes, seed=self.seed, multi_label=multi_label, class_weights=weights)
         self._decides_each = binary_cross_entropy or multi_label
         self.criterion = BinaryCrossEntropy(smoothing=0.0) if self._decides_each else SoftTargetCrossEntropy()
-        # Only training batches all have the same shape: evaluation runs the backbone without compilation.
+        # Evaluation batches differ in shape, so only training is compiled.
         self._train_forward = self.compiled(self.forward)
-        self._checked: set[bool] = set()  # whether labels of training (True) and evaluation were checked
+        self._checked: set[bool] = set()  # whether labels of training (True) and evaluation (False) were checked
         self._measured = False  # True if an image was evaluated since the last validation or test
         self._losses = UpdateSum()  # of the batches of an update
         self._parts = 0  # the number of these batches in each process
@@ -103,14 +104,14 @@ class ImageClassifier(ClassifierModule):
         cls, config: Mapping[str, Any], backbone: nn.Module, info: DataInfo, training: Training | None
     ) -> "ImageClassifier":
         task = config.get("task") or {}
-        measured: dict[str, Any] = {
+        given: dict[str, Any] = {
             "num_classes": info.num_classes,
             "multi_label": info.multi_label,
             "chosen_metrics": task.get("metrics"),
             "metric": task.get("metric"),
         }
         if training is None:
-            return cls(backbone, **measured, threshold=info.thresholds)
+            return cls(backbone, **given, threshold=info.thresholds)
         loss, augment = config["recipe"]["loss"], config["recipe"]["augment"]
         mixing = BatchMixing(
             info.num_classes,
@@ -120,14 +121,8 @@ class ImageClassifier(ClassifierModule):
             multi_label=info.multi_label,
             **augment.get("mixing", {}),
         )
-        return cls(
-            backbone,
-            **measured,
-            threshold=task.get("threshold"),
-            training=training,
-            mixing=mixing,
-            binary_cross_entropy=loss.get("bce", False),
-        )
+        given |= {"threshold": task.get("threshold"), "binary_cross_entropy": loss.get("bce", False)}
+        return cls(backbone, **given, training=training, mixing=mixing)
 
     @classmethod
     def arguments_for(cls, backbone: nn.Module, data: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,8 +138,7 @@ class ImageClassifier(ClassifierModule):
         """(images, labels) of a pair, or of a dictionary: images, image, pixel_values, img or x, and labels, label,
         targets, target or y. A batch to predict needs no labels.
 
-        8-bit images are normalised if the loader, but not the data module, of an `ImageDataModule` is used. 8-bit
-        images of other loaders are not changed: the model may normalise them.
+        8-bit images are normalised if they come from a loader of an `ImageDataModule`, and are otherwise kept.
         """
         if isinstance(batch, Mapping):
             images = find_entry(batch, IMAGES, "images")
@@ -168,10 +162,7 @@ class ImageClassifier(ClassifierModule):
         return images, targets if targets.is_floating_point() else targets.float()
 
     def _info_of_loaders(self) -> DataInfo | None:
-        """The info of the data of the current loaders; None for loaders that are not longseq's.
-
-        ValueError for loaders of different data: their batches cannot be told apart.
-        """
+        """The info of the data of the current loaders, None for other loaders; ValueError for different infos."""
         found: Any = None
         if (trainer := self._trainer) is not None:
             if trainer.training:
@@ -187,11 +178,7 @@ class ImageClassifier(ClassifierModule):
         return infos[0] if infos else None
 
     def _check_labels(self, targets: Tensor) -> None:
-        """ValueError for labels that do not fit the classes.
-
-        Values are read on the host, before the transfer: reading them on a device would wait for it. Of batches that
-        are made on the device, only the first is read.
-        """
+        """ValueError for labels that do not fit the classes; of batches on a device, only the first is read."""
         if targets.shape[1:] != ((self.num_classes,) if self.multi_label or targets.ndim != 1 else ()):
             wanted = f"[B, {self.num_classes}] of 0 and 1" if self.multi_label else f"[B] or [B, {self.num_classes}]"
             raise ValueError(f"the labels of a batch are {list(targets.shape)}, and must be {wanted}")
@@ -203,12 +190,11 @@ class ImageClassifier(ClassifierModule):
         elif targets.ndim == 1:
             check_class_numbers(targets, self.num_classes)
         elif float(targets.min()) < 0 or not bool(((targets.float().sum(1) - 1).abs() <= _ROUNDING).all()):
-            raise ValueError("a row of labels is no distribution over the classes; see data.multi_label")
+            raise ValueError("a row of labels is no distribution over the classes: see data.multi_label")
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         """Logits `[B, num_classes]` of the images of a batch, with labels or without."""
-        images = self.read_batch(batch)[0]
-        # A batch is empty if none of its images can be read.
+        images = self.read_batch(batch)[0]  # empty if no image of the batch can be read
         return self(images) if len(images) else torch.zeros(0, self.num_classes, device=self.device)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -236,13 +222,11 @@ class ImageClassifier(ClassifierModule):
         return None if summed is None else summed / (self._parts * count_processes())
 
     def _of_classes(self, logits: Any) -> Tensor:
-        """The output of the model. ValueError if it has another shape than [B, num_classes]."""
         if not isinstance(logits, Tensor) or logits.ndim != 2 or logits.shape[1] != self.num_classes:
             raise ValueError(f"the model must give [B, {self.num_classes}], a logit for each class")
         return logits
 
     def _weighted(self, logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-        """The mean over the batch of the losses, each with its weight."""
         if self._decides_each:
             losses = functional.binary_cross_entropy_with_logits(logits, targets, reduction="none")
         else:
@@ -266,6 +250,11 @@ class ImageClassifier(ClassifierModule):
         self.measure(self.rankable(measured), classes, metrics, stage)
         return logits
 
+    def _require_measured(self, kind: str) -> None:
+        measured, self._measured = self._measured, False
+        if not self.trainer.strategy.reduce_boolean_decision(measured, all=False):
+            raise ValueError(f"no {kind} image could be read")
+
     def on_validation_epoch_end(self) -> None:
         self._require_measured("validation")
         super().on_validation_epoch_end()
@@ -278,9 +267,3 @@ class ImageClassifier(ClassifierModule):
         thresholds = None if self.thresholds is None else self.thresholds.tolist()
         state_decision(self.backbone, multi_label=self.multi_label, thresholds=thresholds)
         super().on_save_checkpoint(checkpoint)
-
-    def _require_measured(self, kind: str) -> None:
-        """ValueError if no process could read an image."""
-        measured, self._measured = self._measured, False
-        if not self.trainer.strategy.reduce_boolean_decision(measured, all=False):
-            raise ValueError(f"no {kind} image could be read")

@@ -32,9 +32,9 @@ _SETS = {"train": "train_set", "validation": "val_set", "test": "test_set"}
 
 
 class DatasetSource:
-    """The samples of a Dataset: pairs (image, label), or dictionaries with the names that other libraries use.
+    """The samples of a Dataset: pairs (image, label), or dictionaries with the keys of `ImageClassifier.read_batch`.
 
-    An image is Pillow's, an array `[H, W]` or `[H, W, 3]`, or a tensor `[C, H, W]`, both uint8. A label is a class
+    An image is a Pillow image, a uint8 array `[H, W]` or `[H, W, 3]`, or a uint8 tensor `[C, H, W]`. A label is a class
     number, or for several labels `[C]` of 0 and 1. Class names come from the Dataset's `classes` or `class_to_idx`, as
     in torchvision, and are numbers otherwise. If the Dataset has `targets`, each sample must agree with them.
     """
@@ -43,7 +43,7 @@ class DatasetSource:
         self.dataset, self.label, self.multi_label = dataset, label, multi_label
         self.class_names = class_names_of(dataset, label) or [str(index) for index in range(num_classes or 0)]
         if not self.class_names:
-            raise ValueError(f"{label} does not know its classes: give it `classes`, or give data.num_classes=N")
+            raise ValueError(f"{label} has no class names: give it `classes`, or give data.num_classes=N")
         self.num_classes = max(len(self.class_names), num_classes or 0)
         known = getattr(dataset, "targets", None)
         self._targets = None
@@ -78,7 +78,6 @@ class DatasetSource:
         return self._targets
 
     def _label(self, target: Any) -> Any:
-        """The label as a target. LabelError for one that does not fit the classes."""
         values = np.asarray(target)
         if self.multi_label:
             if values.shape != (self.num_classes,) or not np.isin(values, (0, 1)).all():
@@ -93,10 +92,7 @@ class DatasetSource:
 
 
 def as_image(image: Any) -> Image.Image:
-    """An upright 8-bit image from Pillow's, an array `[H, W]`, `[H, W, 1]` or `[H, W, 3]`, or a tensor `[C, H, W]`.
-
-    ValueError for arrays that are not uint8 or have another shape.
-    """
+    """An upright 8-bit image from a Pillow image, or a uint8 array `[H, W(, 1 or 3)]` or tensor `[C, H, W]`."""
     if isinstance(image, Image.Image):
         return in_eight_bits(upright(image))
     pixels = image.permute(1, 2, 0).numpy() if isinstance(image, Tensor) and image.ndim == 3 else np.asarray(image)
@@ -122,7 +118,7 @@ class OwnLayout(Layout):
 
 
 def class_names_of(dataset: Any, label: str) -> list[str]:
-    """The class names in the order of their numbers; empty if the Dataset does not know them."""
+    """The class names in the order of their numbers; empty if the Dataset has none."""
     classes, numbers = getattr(dataset, "classes", None), getattr(dataset, "class_to_idx", None)
     if classes is None and isinstance(numbers, Mapping):
         if sorted(numbers.values()) != list(range(len(numbers))):
@@ -134,21 +130,20 @@ def class_names_of(dataset: Any, label: str) -> list[str]:
 class OwnDataModule(TaskData):
     """The loaders, hooks and state of the LightningDataModule that `data.datamodule` names.
 
-    Its batches are as in `longseq.tasks.ImageClassifier.read_batch`, with images that are ready for the model: `keys`
-    (img_size, mean, std and more) describe how they were made, for predictions and exported files. The class names are
+    Batches are as in `longseq.tasks.ImageClassifier.read_batch`, with images that are ready for the model; `keys`
+    (img_size, mean, std and more) state how they were prepared, for predictions and exported files. The class names are
     its attribute `classes` or `class_to_idx`; without names, their number is its `num_classes` or `data.num_classes`.
-    Without a test loader, the validation is also the test. It is set up for `stage` (fit, validate, test); `setup` is
-    called once for each stage. With `one_process`, runs of several processes are refused.
+    Without a test loader, the validation is also the test. `setup` is called once for each stage (fit, validate, test).
+    An evaluation (`stage` validate or test) on several processes is an error.
     """
 
     info_class = DataInfo
     inputs = ImageFiles
-
     splits = None
 
-    def __init__(self, keys: ImageDataKeys, *, batch_size: int, stage: str = "fit", one_process: bool = False) -> None:
+    def __init__(self, keys: ImageDataKeys, *, batch_size: int, stage: str = "fit") -> None:
         super().__init__()
-        self.keys, self._one_process = keys, one_process
+        self.keys, self._one_process = keys, stage != "fit"
         self._build(batch_size, stage)
         if stage != "validate" and not self._has_test:
             _log.warning("%s has no test split: the validation images are also the test images", self.label)
@@ -157,32 +152,16 @@ class OwnDataModule(TaskData):
     def from_config(cls, config: Mapping[str, Any], batch_size: int) -> OwnDataModule:
         return cls(read(ImageDataKeys, config["data"], "data"), batch_size=batch_size)
 
-    def adopt(self, info: DataInfo) -> None:
-        """Take the info of a trained model's data, which this data fits."""
-        self._info = info
-
     def _build(self, batch_size: int, stage: str) -> None:
         node: Any = self.keys.datamodule
         self.own: LightningDataModule = build_own(node, f"data.{DATAMODULE}", {"batch_size": batch_size})
-        self.own.trainer = self.trainer
         self.label = str(node[TARGET])
         self.batch_size, self.eval_batch_size = batch_size, self.keys.eval_batch_size or batch_size
-        self._prepared = False
         self._stages: set[str | None] = set()
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            self.prepare_data()
+            self.own.prepare_data()
         self.setup(stage)
         self._info = self._describe(stage)
-
-    @property
-    def trainer(self) -> Any:  # type: ignore[override]
-        return self._trainer
-
-    @trainer.setter
-    def trainer(self, trainer: Any) -> None:
-        self._trainer = trainer
-        if "own" in vars(self):
-            self.own.trainer = trainer
 
     @property
     def info(self) -> DataInfo:
@@ -190,7 +169,7 @@ class OwnDataModule(TaskData):
 
     @property
     def batches_per_epoch(self) -> None:
-        """None: the loader knows it when the run begins."""
+        """None: known when the run begins."""
         return
 
     @property
@@ -202,12 +181,8 @@ class OwnDataModule(TaskData):
             self._build(batch_size, "fit")
         self.batch_size, self.eval_batch_size = batch_size, self.keys.eval_batch_size or batch_size
 
-    def prepare_data(self) -> None:
-        if not self._prepared:
-            self._prepared = True
-            self.own.prepare_data()
-
     def setup(self, stage: str | None = None) -> None:
+        self.own.trainer = self.trainer
         if stage not in self._stages:
             self._stages.add(stage)
             self.own.setup(stage)  # type: ignore[arg-type]
@@ -254,22 +229,19 @@ class OwnDataModule(TaskData):
         return self.own.transfer_batch_to_device(batch, device, dataloader_idx)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """The batch as (images, labels), also for callbacks. ValueError for images of another type or shape."""
-        images, targets = self.trainer.lightning_module.read_batch(
-            self.own.on_after_batch_transfer(batch, dataloader_idx)
-        )
+        """The batch as (images, labels), also for callbacks."""
+        trainer: Any = self.trainer
+        images, targets = trainer.lightning_module.read_batch(self.own.on_after_batch_transfer(batch, dataloader_idx))
         wanted = (self.keys.in_chans, self.keys.img_size, self.keys.img_size)
         if not isinstance(images, Tensor) or not images.is_floating_point() or images.shape[1:] != wanted:
             raise ValueError(f"{self.label}: images must be floats {['B', *wanted]}")
-        if len(targets) != len(images):
-            raise ValueError(f"{self.label}: a batch has {len(images)} images and {len(targets)} labels")
         return images, targets
 
     def _describe(self, stage: str) -> DataInfo:
         keys, names = self.keys, class_names_of(self.own, self.label)
         count = keys.num_classes or getattr(self.own, "num_classes", None) or len(names)
         if count < max(1, len(names)):
-            raise ValueError(f"{self.label} does not know its classes: give it `classes`, or give data.num_classes=N")
+            raise ValueError(f"{self.label} has no class names: give it `classes`, or give data.num_classes=N")
         names += [str(index) for index in range(len(names), count)]
         sizes: dict[str, int | None] = {}
         if stage == "fit":

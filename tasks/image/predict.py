@@ -10,10 +10,8 @@ import torch
 from PIL import Image, ImageDraw
 from torch import Tensor, nn
 from torchvision.transforms.functional import gaussian_blur, to_pil_image
-from typing_extensions import Self
 
 from longseq.tasks.commands import Predict
-from longseq.tasks.data.labels import name_some
 from longseq.tasks.data.loader import UNREADABLE
 from longseq.tasks.data.module import InputFiles, Unreadable
 from longseq.tasks.image.datasets import stack_images
@@ -30,7 +28,7 @@ _HOT = (1.0, 0.35, 0.0)  # the colour of the strongest pixels
 
 
 class ImageFiles(InputFiles):
-    """The image files of a folder (all levels), or one file, in the order of their paths, transformed for a model.
+    """The image files below a folder, or one file, in the order of their paths, transformed for a model.
 
     Items are (uint8 [C, H, W], path), or `Unreadable` with the reason, which is logged. `passed_over` lists hidden
     files and files without an image ending. ValueError if there are no images.
@@ -38,8 +36,6 @@ class ImageFiles(InputFiles):
 
     def __init__(self, path: str, info: DataInfo) -> None:
         root = Path(path)
-        if not root.exists():
-            raise FileNotFoundError(f"input={path} does not exist")
         images, self.passed_over = ([str(root)], []) if root.is_file() else find_images(str(root))
         self.paths = sorted(images)
         if not self.paths:
@@ -48,12 +44,6 @@ class ImageFiles(InputFiles):
         self.transform = evaluation_transform(info)
         self._root = str(root.parent if root.is_file() else root)
         self._notes: list[str] = []
-
-    @classmethod
-    def open(cls, path: str, info: DataInfo, keys: Predict) -> Self:
-        if keys.saliency_class is not None and str(keys.saliency_class) not in info.class_names:
-            raise ValueError(f"saliency_class={keys.saliency_class} is not among {name_some(info.class_names)}")
-        return super().open(path, info, keys)
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -104,13 +94,12 @@ def saliency(model: nn.Module, images: Tensor, classes: Tensor | None = None) ->
     """The logits [B, num_classes] of images, and the saliency [B, H, W] of a class's score.
 
     Saliency is the largest absolute gradient over the channels (Simonyan, Vedaldi and Zisserman 2014, "Deep inside
-    convolutional networks", section 3.1). The gradients of the weights do not change. It may be called in inference
-    mode.
+    convolutional networks", section 3.1). The gradients of the weights stay as they are. Works in inference mode, too.
 
     Args:
         model: maps images to logits; in evaluation mode, so that images do not influence each other.
         images: normalised, float [B, C, H, W].
-        classes: int64 [B], whose scores (logits) are explained; None for the predicted ones.
+        classes: int64 [B], the class of each image whose logit is explained; None for the predicted one.
     """
     with torch.inference_mode(False), torch.enable_grad():
         pixels = images.detach().clone().requires_grad_()
@@ -123,21 +112,16 @@ def saliency(model: nn.Module, images: Tensor, classes: Tensor | None = None) ->
 def shade(pixels: Tensor, maps: Tensor) -> Tensor:
     """Grey images [N, 3, h, w] in which the pixels of high saliency glow; `pixels` [N, C, h, w] are in [0, 1].
 
-    A map [N, h, w] is smoothed, because neighbouring pixels meet different weights of their patch. Its darker half does
-    not glow, and its brightest hundredth glows fully.
+    A map [N, h, w] is first blurred, with 1/32 of the shorter side as standard deviation, because neighbouring pixels
+    meet different weights of their patch. Its darker half does not glow, and its brightest hundredth glows fully.
     """
-    smooth = _blurred(maps)
+    deviation = min(maps.shape[-2:]) / 32
+    radius = round(2 * deviation)
+    smooth = maps if radius == 0 else gaussian_blur(maps[:, None], 2 * radius + 1, deviation)[:, 0]
     middle, most = smooth.flatten(1).quantile(torch.tensor([0.5, 0.99], device=maps.device), dim=1)[:, :, None, None]
     heat = ((smooth - middle) / (most - middle).clamp(min=torch.finfo(maps.dtype).tiny)).clamp(0, 1)[:, None]
     grey = pixels.mean(dim=1, keepdim=True)
     return 0.6 * grey * (1 - heat) + heat * torch.tensor(_HOT, device=maps.device).view(3, 1, 1)
-
-
-def _blurred(maps: Tensor) -> Tensor:
-    """Maps [N, h, w] after a Gaussian blur with 1/32 of the shorter side as standard deviation."""
-    deviation = min(maps.shape[-2:]) / 32
-    radius = round(2 * deviation)
-    return maps if radius == 0 else gaussian_blur(maps[:, None], 2 * radius + 1, deviation)[:, 0]
 
 
 def draw_saliency(pixels: Tensor, saliency_map: Tensor, caption: str) -> Image.Image:

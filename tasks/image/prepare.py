@@ -1,8 +1,7 @@
 """`longseq prepare task=image`: pack images of a chosen size into shards (see `longseq.tasks.image.files`).
 
 The input is read as in training: a folder or an archive of class folders, or tables of images. Its splits and the order
-of the images stay; training splits what the input does not. Data workers decode, scale and encode the images, and one
-process writes them. An interrupted preparation starts again.
+of the images stay. Data workers decode, scale and encode the images, and one process writes them.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from longseq.tasks.report import progress_bar, quiet_libraries, shorten
 from longseq.tasks.training.configuration import command_word, read_command
 from longseq.tasks.training.system import usable_cores
 
-_NAMED = 20  # unreadable images in a manifest
+_NAMED = 20  # unreadable images that a manifest names
 _FULL_COLOURS = 95  # from this quality on, colours keep their resolution
 
 
@@ -54,7 +53,7 @@ def run(cfg: DictConfig) -> None:
 
 
 def open_input(keys: PrepareImages) -> dict[str, Source]:
-    """The splits of the input by name: `train`, and `validation` and `test` if it has them."""
+    """The splits of the input by name: `train`, and maybe `validation` and `test`."""
     root = os.path.expanduser(str(keys.input))
     data = {"name": "images", "img_size": 1, "root": root, "test_split": "test"}
     if root.endswith(".csv") or Path(root, "train.csv").is_file():
@@ -142,7 +141,7 @@ def ending_of(path: str) -> str:
 def encode_image(data: bytes, size: int | None, quality: int) -> Encoded:
     """Encode the image of a file as JPEG, upright, its shorter side scaled down to `size`.
 
-    A JPEG file that is small enough is kept: encoding it again would only lose quality. Raises one of UNREADABLE.
+    A JPEG file that is small enough is kept as it is. Raises one of UNREADABLE.
     """
     image = decode(io.BytesIO(data))
     shorter = min(image.size)
@@ -153,14 +152,14 @@ def encode_image(data: bytes, size: int | None, quality: int) -> Encoded:
         width, height = (max(1, round(side * size / shorter)) for side in image.size)
         image = _plain(image).resize((width, height), Image.Resampling.BICUBIC)
     written = io.BytesIO()
-    # By default JPEG stores colours at half their width and height: too coarse for high quality.
+    # By default, JPEG files store colours at half their width and height.
     sampling = {"subsampling": 0} if quality >= _FULL_COLOURS else {}
     _plain(image).save(written, "JPEG", quality=quality, **sampling)
     return Encoded(written.getvalue(), "jpg")
 
 
 def _plain(image: Image.Image) -> Image.Image:
-    """The image in grey or RGB, as JPEG files have it; transparency is dropped, as in training."""
+    """The image in grey or RGB; transparency is dropped, as in training."""
     return image if image.mode in ("L", "RGB") else image.convert("L" if image.mode in ("1", "LA") else "RGB")
 
 
@@ -176,7 +175,12 @@ class _Writer:
         self.tar: tarfile.TarFile | None = None
 
     def add(self, index: int, one: Encoded) -> None:
-        key, (ending, label) = f"{len(self.rows):09d}", self._label(self.source.targets()[index])
+        key, target = f"{len(self.rows):09d}", self.source.targets()[index]
+        if self.keys.multi_label:
+            names = [self.source.class_names[int(place)] for place in np.flatnonzero(target)]
+            ending, label = "json", json.dumps({"labels": names}).encode()
+        else:
+            ending, label = "cls", str(int(target)).encode()
         if self.tar is not None and self.tar.offset + _space(one.data) + _space(label) > self.keys.shard_bytes:
             self.tar.close()
             self.tar = None
@@ -190,7 +194,7 @@ class _Writer:
             member.size = len(data)
             self.tar.addfile(member, io.BytesIO(data))
         self.rows.append((len(self.shards) - 1, offset, len(one.data), zlib.crc32(one.data)))
-        self.targets.append(self.source.targets()[index])
+        self.targets.append(target)
         place = os.path.relpath(self.source.path(index), os.path.dirname(self.source.label) or ".")
         self.names.append(place if ending_of(place) == one.ending else f"{place}.{one.ending}")
 
@@ -207,13 +211,7 @@ class _Writer:
         size = sum((self.folder / shard).stat().st_size for shard in self.shards)
         return {"images": len(self.rows), "shards": self.shards, "bytes": size}
 
-    def _label(self, target: Any) -> tuple[str, bytes]:
-        if not self.keys.multi_label:
-            return "cls", str(int(target)).encode()
-        names = [self.source.class_names[int(place)] for place in np.flatnonzero(target)]
-        return "json", json.dumps({"labels": names}).encode()
-
 
 def _space(data: bytes) -> int:
-    """The bytes that a file takes in an archive: its header, and its contents in whole blocks."""
+    """The bytes of a file in an archive: its header, and its contents in whole blocks."""
     return tarfile.BLOCKSIZE * (1 + -(-len(data) // tarfile.BLOCKSIZE))

@@ -80,8 +80,7 @@ class SamplePredictions(Callback):
         if not takes_part or board is None or not is_due(trainer, module, self.pictures):
             return
         datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
-        if self._examples is None:
-            self._examples = pick_examples(datamodule, self.count)
+        self._examples = self._examples or pick_examples(datamodule, self.count)
         if self._examples is None:
             return
         converted = trainer.precision_plugin.convert_input(self._examples)
@@ -98,10 +97,11 @@ class SamplePredictions(Callback):
         if not trainer.is_global_zero:
             return
         info: DataInfo = datamodule.info
-        pixels = denormalize(images, info).cpu()
+        drawn = {"val/samples": denormalize(images, info).cpu()}
+        if maps:
+            drawn["val/saliency"] = shade(drawn["val/samples"], torch.cat(maps).cpu())
         true = true if module.multi_label else likeliest_classes(true)
         labels = [spell_targets(one, info) for one in (module.decide(logits), true)]
-        drawn = {"val/samples": pixels} | ({"val/saliency": shade(pixels, torch.cat(maps).cpu())} if maps else {})
         for name, shown in drawn.items():
             board.experiment.add_image(name, draw_predictions(shown, *labels), trainer.global_step - 1)
 
@@ -109,8 +109,8 @@ class SamplePredictions(Callback):
 class Mistake(NamedTuple):
     """A wrongly classified image, with the probability of the predicted class and the cross entropy.
 
-    With several labels, any one may be wrong: `probability` is the highest that a wrong decision has, and `loss` the
-    mean binary cross entropy of the labels.
+    With several labels, `probability` is the highest probability of a wrong decision, and `loss` the mean binary cross
+    entropy.
     """
 
     path: str
@@ -118,17 +118,17 @@ class Mistake(NamedTuple):
     predicted: str
     probability: float
     loss: float
-    pixels: Tensor  # uint8 [C, S, S]; C = 0 if no picture is drawn
+    pixels: Tensor  # uint8 [C, S, S]
 
 
 @targets.register("callback")
 class WorstErrors(Callback):
     """Lists the wrongly classified images with the highest loss in `folder`, with the columns `COLUMNS`.
 
-    worst_errors_val.csv is of the validation that best.ckpt belongs to, worst_errors_val_last.csv of the last one; both
-    have a column `epoch`, the epochs trained before. worst_errors_test.csv is of the test. A file has at most `rows`
-    images. `val/worst_errors` (about `pictures` in a run) and `test/worst_errors` are pictures of the first `count`.
-    An image of a stream has no file and is named by its batch.
+    worst_errors_val.csv is of the validation of best.ckpt, worst_errors_val_last.csv of the last one; both have a
+    column `epoch`, the epochs trained before. worst_errors_test.csv is of the test. A file has at most `rows` images.
+    `val/worst_errors` (about `pictures` in a run) and `test/worst_errors` are pictures of the first `count`. An image
+    of a stream has no file and is named by its batch.
     """
 
     FILES = ("worst_errors_val.csv", "worst_errors_val_last.csv", "worst_errors_test.csv")
@@ -136,32 +136,32 @@ class WorstErrors(Callback):
     def __init__(self, folder: str, count: int = 16, rows: int = 100, pictures: int = 20) -> None:
         self.folder = Path(folder)
         self.count, self.rows, self.pictures = count, rows, pictures
-        self._drawn: _Worst | None = None
-        self._listed: _Worst | None = None
+        self._worst: _Worst | None = None
         self._sizes: list[int] = []  # of the batches
         self._validated: str | None = None  # the list of the last validation, in the process that writes
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._drawn, self._listed, self._sizes = None, None, []
+        self._worst, self._sizes = None, []
 
-    def on_test_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.on_validation_epoch_start(trainer, pl_module)
+    on_test_epoch_start = on_validation_epoch_start
 
     def on_validation_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: Any
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         images, true = batch
         self._sizes.append(len(true))
         if outputs is not None:
             module: Any = pl_module
             worst = _find_worst(outputs, true, module.decide(outputs), images, batch_idx, module.multi_label)
-            self._drawn = worst.merge(self._drawn, self.count)
-            self._listed = worst._replace(images=images[:, :0]).merge(self._listed, self.rows)
+            self._worst = worst.merge(self._worst, max(self.rows, self.count))
 
-    def on_test_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: Any
-    ) -> None:
-        self.on_validation_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+    on_test_batch_end = on_validation_batch_end
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         module: Any = pl_module
@@ -178,14 +178,17 @@ class WorstErrors(Callback):
 
     def _show(self, trainer: Trainer, stage: str, step: int, *, drawn: bool, epoch: float | None = None) -> str | None:
         """Write the list and the picture of an evaluation; returns the list in the process that writes."""
-        listed = _of_all_processes(trainer, self._name(trainer, stage, self._listed))[: self.rows]
-        shown = _of_all_processes(trainer, self._name(trainer, stage, self._drawn))[: self.count] if drawn else []
-        self._drawn = self._listed = None
+        mistakes = self._gather(trainer, stage)
         if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return None
-        table = spell(listed, epoch)
+        file, of_epoch = io.StringIO(), {} if epoch is None else {"epoch": f"{epoch:g}"}
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow([*COLUMNS, *of_epoch])
+        for path, true, predicted, probability, loss, _ in mistakes[: self.rows]:
+            writer.writerow([path, true, predicted, f"{probability:.6f}", f"{loss:.6f}", *of_epoch.values()])
+        table = file.getvalue()
         write_text(self.folder / f"worst_errors_{stage}{'' if epoch is None else '_last'}.csv", table)
-        board = find_board(trainer)
+        board, shown = find_board(trainer), mistakes[: self.count] if drawn else []
         if shown and board is not None:
             picture = draw_predictions(
                 torch.stack([one.pixels for one in shown]).float() / 255,
@@ -196,29 +199,32 @@ class WorstErrors(Callback):
             board.experiment.add_image(f"{stage}/worst_errors", picture, step)
         return table
 
-    def _name(self, trainer: Trainer, stage: str, worst: _Worst | None) -> list[Mistake]:
-        """The mistakes of this process, worst first, with the names of their files."""
-        if worst is None:
-            return []
-        datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
-        loader: Any = trainer.val_dataloaders if stage == "val" else trainer.test_dataloaders
-        pixels = denormalize(worst.images, datamodule.info).mul(255).round() if worst.images.shape[1] else worst.images
-        pixels = pixels.to("cpu", torch.uint8)
-        labels = (spell_targets(one, datamodule.info) for one in (worst.true, worst.predicted))
-        columns: tuple[Any, ...] = (*labels, worst.probability.tolist(), worst.loss.tolist(), pixels)
-        names: dict[int, list[str]] = {}
+    def _gather(self, trainer: Trainer, stage: str) -> list[Mistake]:
+        """The mistakes of all processes, worst first."""
+        worst, self._worst = self._worst, None
         mistakes = []
-        for (batch, row), *values in zip(worst.places.tolist(), *columns, strict=True):
-            if batch not in names:
-                names[batch] = name_images(datamodule, stage, loader, batch, self._sizes[batch])
-            mistakes.append(Mistake(names[batch][row], *values))
-        return [one for one in mistakes if one.loss != -math.inf]
+        if worst is not None:
+            datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
+            loader: Any = trainer.val_dataloaders if stage == "val" else trainer.test_dataloaders
+            pixels = denormalize(worst.images, datamodule.info).mul(255).round().to("cpu", torch.uint8)
+            labels = (spell_targets(one, datamodule.info) for one in (worst.true, worst.predicted))
+            columns: tuple[Any, ...] = (*labels, worst.probability.tolist(), worst.loss.tolist(), pixels)
+            names: dict[int, list[str]] = {}
+            for (batch, row), *values in zip(worst.places.tolist(), *columns, strict=True):
+                if batch not in names:
+                    names[batch] = name_images(datamodule, stage, loader, batch, self._sizes[batch])
+                mistakes.append(Mistake(names[batch][row], *values))
+        gathered: list[Any] = [[one for one in mistakes if one.loss != -math.inf]]
+        if trainer.world_size > 1:
+            own, gathered = gathered[0], [None] * trainer.world_size
+            torch.distributed.all_gather_object(gathered, own)
+        return sorted((one for part in gathered for one in part), key=lambda one: (-one.loss, one.path))
 
 
 class _Worst(NamedTuple):
-    """The images with the highest loss so far, all on the device, so that no batch waits for them."""
+    """The images with the highest loss so far, on the device, so that no batch waits for a copy to the host."""
 
-    loss: Tensor  # [K], -inf of images that were classified correctly
+    loss: Tensor  # [K], -inf for correctly classified images
     probability: Tensor  # [K] of the predicted class
     true: Tensor  # [K], or [K, C] for several labels
     predicted: Tensor  # int64, as `true`
@@ -238,7 +244,6 @@ class _Worst(NamedTuple):
 def _find_worst(
     logits: Tensor, true: Tensor, predicted: Tensor, images: Tensor, batch_idx: int, multi_label: bool
 ) -> _Worst:
-    """The losses and places of the images of a batch."""
     if multi_label:
         loss = nn.functional.binary_cross_entropy_with_logits(logits, true, reduction="none").mean(dim=1)
         right = (predicted == true).all(dim=1)
@@ -254,34 +259,13 @@ def _find_worst(
     return _Worst(loss, probability, true, predicted, places, images)
 
 
-def _of_all_processes(trainer: Trainer, mistakes: list[Mistake]) -> list[Mistake]:
-    """The mistakes of all processes, worst first."""
-    gathered: list[Any] = [mistakes]
-    if trainer.world_size > 1:
-        gathered = [None] * trainer.world_size
-        torch.distributed.all_gather_object(gathered, mistakes)
-    return sorted((one for part in gathered for one in part), key=lambda one: (-one.loss, one.path))
-
-
-def spell(mistakes: list[Mistake], epoch: float | None = None) -> str:
-    """Mistakes as a csv with the columns `COLUMNS`, and `epoch` if given."""
-    file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    of_epoch = [] if epoch is None else [f"{epoch:g}"]
-    writer.writerow([*COLUMNS, *(["epoch"] if of_epoch else [])])
-    for one in mistakes:
-        writer.writerow([one.path, one.true, one.predicted, f"{one.probability:.6f}", f"{one.loss:.6f}", *of_epoch])
-    return file.getvalue()
-
-
 def pick_examples(datamodule: Any, count: int) -> tuple[Tensor, Tensor] | None:
     """At most `count` validation images, uint8 [N, C, S, S], and their targets; None if no image can be read.
 
-    They have as many classes as possible, in order, and depend only on the data: each run shows the same ones. From a
-    stream, the first ones are taken.
+    They have as many classes as possible, in order, and depend only on the data. Of a stream, they are the first ones.
     """
     if datamodule.splits is None:
-        # Without a default, Lightning would take the end of the stream for the end of the validation.
+        # With StopIteration, Lightning would end the whole validation.
         first = next(iter(datamodule.val_dataloader()), None)
         if isinstance(first, Mapping):
             first = find_entry(first, IMAGES, "images"), find_entry(first, TARGETS, "labels")
@@ -307,10 +291,7 @@ def stratified_order(classes: np.ndarray) -> np.ndarray:
 
 
 def name_images(datamodule: Any, stage: str, loader: Any, batch: int, size: int) -> list[str]:
-    """The names of the `size` images of a batch in an evaluation (val, test).
-
-    Images without a name, as of a stream or of another loader, are named by their places.
-    """
+    """The names of the `size` images of a batch in an evaluation (val, test); their places without a known name."""
     splits, sampler = getattr(datamodule, "splits", None), getattr(loader, "sampler", None)
     if splits is not None and isinstance(sampler, EvaluationSampler):
         split: Split = splits.validation if stage == "val" else splits.test
@@ -325,28 +306,24 @@ def name_images(datamodule: Any, stage: str, loader: Any, batch: int, size: int)
 def is_due(trainer: Trainer, module: LightningModule, pictures: int) -> bool:
     """True if this validation is one of about `pictures` of a run, evenly spaced.
 
-    In a run without an end, these are the validations 1, 2, 4, 8, ...
+    In a run without an end, these are the validations 1, 2, 4, 8, ... Validations after epochs are numbered by epochs.
     """
     if trainer.sanity_checking:
         return False
-    number, total = _count_validations(trainer, module)
-    if total is None or total < 1:
-        return number & (number - 1) == 0
-    return number % math.ceil(total / pictures) == 0
-
-
-def _count_validations(trainer: Trainer, module: LightningModule) -> tuple[int, int | None]:
-    """The number of this validation, counted from 1, and of the last one; validations after epochs count epochs."""
     if trainer.check_val_every_n_epoch is not None:
-        return trainer.current_epoch + 1, trainer.max_epochs
-    every: Any = trainer.val_check_batch  # type: ignore[attr-defined]
-    end = getattr(module, "last_update", None)
-    last = None if end is None else math.ceil(end * trainer.accumulate_grad_batches / every)
-    return math.ceil((trainer.fit_loop.total_batch_idx + 1) / every), last
+        number, last = trainer.current_epoch + 1, trainer.max_epochs
+    else:
+        every: Any = trainer.val_check_batch  # type: ignore[attr-defined]
+        end = getattr(module, "last_update", None)
+        last = None if end is None else math.ceil(end * trainer.accumulate_grad_batches / every)
+        number = math.ceil((trainer.fit_loop.total_batch_idx + 1) / every)
+    if last is None or last < 1:
+        return number & (number - 1) == 0
+    return number % math.ceil(last / pictures) == 0
 
 
 def spell_targets(targets: Tensor, info: DataInfo) -> list[str]:
-    """The class of each image, from targets [N], or all of its labels, from [N, C] of 0 and 1."""
+    """The class of each image for targets [N], or all of its labels for [N, C] of 0 and 1."""
     names = info.class_names
     if targets.ndim == 1:
         return [names[number] for number in targets.tolist()]

@@ -9,7 +9,6 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
@@ -39,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 _STREAMS = ("hfids", "wds")
 
-# Data sets of torchvision with the splits train and test. timm takes any name but these for test.
+# Data sets of torchvision with the splits train and test. timm reads any unknown name as test.
 _TWO_PARTS = ("cifar10", "cifar100", "fashion_mnist", "kmnist", "mnist", "qmnist")
 _TRAINING_WORDS = ("train", "training")
 _HELD_OUT_WORDS = ("val", "valid", "validation", "eval", "evaluation", "test")
@@ -59,10 +58,10 @@ class Source(Protocol):
         """
 
     def path(self, index: int) -> str:
-        """The name of the image for people."""
+        """The name of the image in messages and tables."""
 
     def targets(self) -> np.ndarray | None:
-        """All classes [N], or [N, C] of 0 and 1 for several labels; None if unknown without reading the images."""
+        """All classes [N], or [N, C] of 0 and 1 for several labels; None if unknown before the images are read."""
 
 
 @dataclass(frozen=True)
@@ -80,10 +79,7 @@ class Split:
         return cls(source, np.arange(len(source)))
 
     def checksum(self) -> int | None:
-        """The CRC-32 of the file names (without folders, which may move) and labels, in any order.
-
-        None for images that are not in files of their own.
-        """
+        """The CRC-32 of the sorted file names (without folders) and labels; None for images that are not in files."""
         if not isinstance(self.source, StoredSource):
             return None
         names = np.asarray(self.source.class_names, dtype=object)
@@ -209,10 +205,10 @@ def split_off(split: Split, fraction: float, seed: int) -> tuple[Split, Split]:
 
 
 def finish_splits(sources: Mapping[str, Source], val_fraction: float, split_seed: int, label: str) -> Splits:
-    """The splits of `train`, and of `validation` and `test` where there are any.
+    """The splits of the sources `train`, and maybe `validation` and `test`.
 
-    Without a validation split, `val_fraction` of the training images validates. Without a test split, the validation
-    images are also the test images, and a warning says so.
+    Without `validation`, `val_fraction` of the training images is held out. Without `test`, the validation images are
+    also the test images, with a warning.
     """
     train = Split.whole(sources["train"])
     if "validation" in sources:
@@ -247,33 +243,35 @@ def digits(root: str | None = None, **_: Any) -> Splits:
 
 def fashion_mnist(root: str | None, *, download: bool, val_fraction: float, split_seed: int) -> Splits:
     """Fashion-MNIST in torchvision's raw format below `root`: validation is part of the 60,000, test is the 10,000."""
-    train, test = (_torchvision_array("FashionMNIST", root, part, download) for part in (True, False))
-    return Splits(*split_off(Split.whole(train), val_fraction, split_seed), Split.whole(test))
+    sources = _open_torchvision("FashionMNIST", root, download)
+    return finish_splits(sources, val_fraction, split_seed, "fashion_mnist")
 
 
 def cifar10(root: str | None, *, download: bool, val_fraction: float, split_seed: int) -> Splits:
     """CIFAR-10 below `root`, as folders train/ and test/ (or val/), or as cifar-10-batches-py; test is the 10,000."""
-    train_folder = find_split(require_root(root), "train")
-    if train_folder is None:
-        train, test = (_torchvision_array("CIFAR10", root, part, download) for part in (True, False))
+    folder = require_root(root)
+    train = find_split(folder, "train")
+    if train is None:
+        sources = _open_torchvision("CIFAR10", root, download)
     else:
-        test_folder = find_split(require_root(root), "test") or find_split(require_root(root), "validation")
-        if test_folder is None:
+        test = find_split(folder, "test") or find_split(folder, "validation")
+        if test is None:
             raise FileNotFoundError(f"{root} has train, but neither test nor val")
-        files = open_classes(train_folder)
-        train, test = _in_memory(files), _in_memory(open_classes(test_folder, class_names=files.class_names))
-    return Splits(*split_off(Split.whole(train), val_fraction, split_seed), Split.whole(test))
+        files = open_classes(train)
+        sources = {"train": _in_memory(files), "test": _in_memory(open_classes(test, class_names=files.class_names))}
+    return finish_splits(sources, val_fraction, split_seed, "cifar10")
 
 
-def _torchvision_array(name: str, root: str | None, train: bool, download: bool) -> ArraySource:
-    data = getattr(torchvision_datasets, name)(require_root(root), train=train, download=download)
-    label = f"{root}/{name}/{'train' if train else 'test'}"
-    return ArraySource(np.asarray(data.data), np.asarray(data.targets), data.classes, label)
+def _open_torchvision(name: str, root: str | None, download: bool) -> dict[str, ArraySource]:
+    found = {}
+    for split in ("train", "test"):
+        data = getattr(torchvision_datasets, name)(require_root(root), train=split == "train", download=download)
+        label = f"{root}/{name}/{split}"
+        found[split] = ArraySource(np.asarray(data.data), np.asarray(data.targets), data.classes, label)
+    return found
 
 
 def _in_memory(source: FileSource) -> ArraySource:
-    """Small images of one size, decoded."""
-    _log.info("decoding the %d images of %s into memory", len(source), source.label)
     images = np.stack([np.asarray(source.read(index)[0].convert("RGB")) for index in range(len(source))])
     return ArraySource(images, source.targets(), source.class_names, source.label)
 
@@ -281,21 +279,20 @@ def _in_memory(source: FileSource) -> ArraySource:
 OpenSplits = Callable[..., Splits]
 Opener = TypeVar("Opener", bound=OpenSplits)
 
-_SOURCES: dict[str, OpenSplits] = {"digits": digits, "fashion_mnist": fashion_mnist, "cifar10": cifar10}
-SOURCES: Mapping[str, OpenSplits] = MappingProxyType(_SOURCES)
+SOURCES: dict[str, OpenSplits] = {"digits": digits, "fashion_mnist": fashion_mnist, "cifar10": cifar10}
 
 
 def register_source(name: str) -> Callable[[Opener], Opener]:
-    """Register a source, which `data.source=NAME` then chooses: `@register_source("name")`.
+    """Register the source that `data.source=NAME` chooses: `@register_source("name")`.
 
     The function is called with (root, download=..., val_fraction=..., split_seed=...), the keys of `data`, and returns
     the splits of one or more `Source`s, which worker processes read. ValueError for a name that is taken.
     """
 
     def enter(opener: Opener) -> Opener:
-        if name in _SOURCES or name in ("folder", "shards", "csv", "own") or "/" in name:
+        if name in SOURCES or name in ("folder", "shards", "csv", "own") or "/" in name:
             raise ValueError(f"there is a source {name!r} already")
-        _SOURCES[name] = opener
+        SOURCES[name] = opener
         return opener
 
     return enter
@@ -317,7 +314,7 @@ class NamedLayout(Layout):
         require_one_class_list(keys, self.cache)
 
     def find(self, kind: str, name: str) -> str | None:
-        """The name of a split; of data sets with two splits, train or test. ValueError if it means neither."""
+        """The name of a split; train or test for data sets that have only these."""
         if self.names[kind] is None:
             return None
         if self.keys.source.lower().rpartition("/")[2] in _TWO_PARTS:
@@ -336,16 +333,11 @@ class NamedLayout(Layout):
 
 
 class ImageFolderLayout(FolderLayout):
-    """torch/image_folder: torchvision's ImageFolder, whose splits are folders below `data.root`."""
+    """torch/image_folder: torchvision's ImageFolder for each split, a folder below `data.root`."""
 
     def open(self, part: str, class_names: Sequence[str] | None = None) -> Source:
         is_valid: Any = lambda file: is_image(Path(file).name)  # noqa: E731
         return TorchvisionSource(torchvision_datasets.ImageFolder(part, is_valid_file=is_valid), self.keys.source)
-
-
-def is_image_folder(source: str) -> bool:
-    """True for torchvision's ImageFolder."""
-    return source.lower() in ("torch/image_folder", "torch/folder")
 
 
 def require_one_class_list(keys: ImageDataKeys, root: str | None) -> None:
@@ -363,10 +355,10 @@ def is_stream(source: str) -> bool:
 
 
 def open_stream(keys: ImageDataKeys, root: str | None, split: str, *, batch_size: int, seed: int) -> Any:
-    """timm's IterableImageDataset of a split (train, validation, test); without a test split, it is the validation.
+    """timm's IterableImageDataset of a split (train, validation, test); without a test split, the validation.
 
-    Its reader gets `shards`, the number of files of the stream, and the class names that a Hugging Face data set
-    declares. FileNotFoundError for local shards that are missing.
+    Adds to its reader `shards`, the number of files, and the class names that a Hugging Face data set declares.
+    FileNotFoundError for local shards that are missing.
     """
     kind, training = keys.source.partition("/")[0].lower(), split == "train"
     name = getattr(keys, SPLIT_KEYS[split]) or keys.val_split
@@ -374,7 +366,7 @@ def open_stream(keys: ImageDataKeys, root: str | None, split: str, *, batch_size
         raise ValueError(f"data.source={keys.source} is a stream: give data.val_split=NAME")
     num_samples = keys.train_samples if training else None
     numbers: Any = class_numbers(keys.class_map)
-    options: dict[str, Any] = {"input_img_mode": ""}  # keeps the images' own mode: timm would clip 16 bits
+    options: dict[str, Any] = {"input_img_mode": ""}  # keeps the mode of the images: timm clips 16 bits
     if kind == "wds":
         # timm also uses the first ending as the name of a sample's image.
         endings = {ending.removeprefix(".") for ending in image_endings()} - {"jpg"}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -55,17 +56,10 @@ class PixelErasing:
         return ~fill[0].isnan(), erased.nan_to_num_().to(torch.uint8)
 
 
-class TrainingSteps(NamedTuple):
-    """The random transforms of a PIL image: conversion to `mode`, crop to the model's size, colours, erasing."""
-
-    mode: ToMode
-    geometry: list[Any]
-    colour: list[Any]
-    erasing: PixelErasing | None
-
-
-def training_steps(info: DataInfo, augmentation: Augmentation) -> TrainingSteps:
-    """The parts of `training_transform`."""
+def training_steps(
+    info: DataInfo, augmentation: Augmentation
+) -> tuple[ToMode, list[Any], list[Any], PixelErasing | None]:
+    """The parts of `training_transform`: conversion to a mode, crop to the model's size, colours, erasing."""
     crop, colour, _ = create_transform(
         (3, info.side, info.side),
         is_training=True,
@@ -81,14 +75,19 @@ def training_steps(info: DataInfo, augmentation: Augmentation) -> TrainingSteps:
         std=_rgb(info.std),
     )
     geometry = crop.transforms
-    if augmentation.crop != "random_resized":
-        geometry = _crop(info, augmentation) + geometry[1:]
+    if augmentation.crop == "center":
+        geometry = evaluation_transform(info).transforms[1:-1] + geometry[1:]
+    elif augmentation.crop == "padded":
+        padding, mode = augmentation.padding or None, augmentation.padding_mode
+        resize = transforms.Resize(info.side, interpolation=str_to_interp_mode(info.interpolation))
+        geometry = [resize, transforms.RandomCrop(info.side, padding, padding_mode=mode), *geometry[1:]]
     # timm's colour operations fill with RGB triples, so they need RGB images.
     inner = ToMode("RGB") if colour.transforms else _final_mode(info)
-    for operation in colour.transforms:
-        _allow_zero_bits(operation)
+    for op in chain.from_iterable(map(list_operations, colour.transforms)):
+        if op.aug_fn is auto_augment.posterize:
+            op.aug_fn = posterize
     erasing = PixelErasing(info, **augmentation.erasing.model_dump()) if augmentation.erasing.prob else None
-    return TrainingSteps(inner, geometry, colour.transforms, erasing)
+    return inner, geometry, colour.transforms, erasing
 
 
 def training_transform(info: DataInfo, augmentation: Augmentation) -> transforms.Compose:
@@ -119,7 +118,7 @@ def evaluation_transform(info: DataInfo) -> transforms.Compose:
 
 
 def normalize(images: Tensor, info: DataInfo) -> Tensor:
-    """uint8 [..., C, H, W] -> float32 with mean 0 and standard deviation 1 over the data set, on the images' device."""
+    """uint8 [..., C, H, W] -> float32 with mean 0 and standard deviation 1 over the data set, on the same device."""
     mean, std = _channel_statistics(info, images.device)
     return images.float().sub_(mean).div_(std)
 
@@ -130,16 +129,6 @@ def denormalize(images: Tensor, info: DataInfo) -> Tensor:
     return images.float().mul(std).add_(mean).div_(255).clamp_(0, 1)
 
 
-def _crop(info: DataInfo, augmentation: Augmentation) -> list[Any]:
-    if augmentation.crop == "center":
-        return evaluation_transform(info).transforms[1:-1]
-    resize = transforms.Resize(info.side, interpolation=str_to_interp_mode(info.interpolation))
-    crop = transforms.RandomCrop(
-        info.side, padding=augmentation.padding or None, padding_mode=augmentation.padding_mode
-    )
-    return [resize, crop]
-
-
 def list_operations(augmentation: Any) -> list[AugmentOp]:
     """The operations of timm's RandAugment, AutoAugment or AugMix."""
     choices = getattr(augmentation, "ops", None) or getattr(augmentation, "policy", [])
@@ -147,14 +136,8 @@ def list_operations(augmentation: Any) -> list[AugmentOp]:
 
 
 def posterize(image: Image.Image, bits: int, **options: Any) -> Image.Image:
-    """timm's posterize; with 0 bits, its strongest magnitude, black: Pillow 13 refuses that."""
+    """timm's posterize; black for 0 bits, its strongest magnitude, which Pillow 13 refuses."""
     return auto_augment.posterize(image, bits, **options) if bits else Image.new(image.mode, image.size)
-
-
-def _allow_zero_bits(operation: Any) -> None:
-    for op in list_operations(operation):
-        if op.aug_fn is auto_augment.posterize:
-            op.aug_fn = posterize
 
 
 def _final_mode(info: DataInfo) -> ToMode:
@@ -166,7 +149,7 @@ def _rgb(values: list[float]) -> tuple[float, ...]:
 
 
 def _channel_statistics(info: DataInfo, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Mean and deviation [C, 1, 1] of pixels in [0, 255], filled on the device: a copy from the host would wait."""
+    """Mean and deviation [C, 1, 1] of pixels in [0, 255], filled on the device without a copy from the host."""
     mean, std = (
         torch.cat([torch.full((1, 1, 1), 255.0 * value, device=device) for value in values])
         for values in (info.mean, info.std)
@@ -174,28 +157,15 @@ def _channel_statistics(info: DataInfo, device: torch.device) -> tuple[Tensor, T
     return mean, std
 
 
-class Mixed(NamedTuple):
-    """Images `[B, C, H, W]`, their soft targets `[B, classes]`, and the weights of the losses.
-
-    `weights` are `[B, 1]`, of images, or `[B, classes]`, of decisions about labels; None if all are 1.
-    """
-
-    images: Tensor
-    targets: Tensor
-    weights: Tensor | None
-
-
 class BatchMixing:
     """Mixup, CutMix, label smoothing and class weights of a batch: a function of (seed, update, part of the batch).
 
-    Mixes image i with image B - 1 - i, and makes soft targets and the weights of their losses. With mixup = cutmix = 0,
-    images are unchanged and targets are only smoothed. Zhang et al. 2018 (arXiv:1710.09412), Yun et al. 2019
-    (arXiv:1905.04899), in timm's implementation.
+    Mixes image i with image B - 1 - i; with mixup = cutmix = 0, images stay unchanged and targets are only smoothed.
+    Zhang et al. 2018 (arXiv:1710.09412), Yun et al. 2019 (arXiv:1905.04899), in timm's implementation.
 
-    `class_weights` multiply the loss of an image by the weight of its class; with `multi_label` the loss of each of an
-    image's own labels by the weight of that label. A mixed image has the losses of both images, each with its own
-    weight and the share of that image. Smoothing moves a part of the target to all classes evenly, or with
-    `multi_label` each target towards 1/2; the weights remain those of the true classes.
+    `class_weights` multiply the loss of an image by the weight of its class; with `multi_label`, the loss of each label
+    that the image has. A mixed image has the weighted losses of both images, each times its share. Smoothing spreads a
+    part of the target over all classes, or with `multi_label` moves each target towards 1/2; it changes no weight.
     """
 
     def __init__(
@@ -227,32 +197,37 @@ class BatchMixing:
                 num_classes=num_classes,
             )
 
-    def __call__(self, images: Tensor, targets: Tensor, *, update: int, part: int = 0) -> Mixed:
+    def __call__(
+        self, images: Tensor, targets: Tensor, *, update: int, part: int = 0
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Mix in place: images [B, C, H, W] float, targets [B] int or with `multi_label` [B, classes] of 0 and 1.
 
-        `update` and `part` are as in `TrainedModule.seed_batch`. ValueError for an odd B.
+        Returns the images, soft targets [B, classes], and the weights of the losses: [B, 1] of images, [B, classes] of
+        decisions about labels, or None if all are 1. `update` and `part` are as in `TrainedModule.seed_batch`.
+        ValueError for an odd B.
         """
         if self._mixup is not None and len(images) % 2:
             raise ValueError(f"Mixup and CutMix pair the images of a batch: batch size {len(images)} per device is odd")
-        if self._class_weights is None and not self.multi_label:
-            if self._mixup is None:
-                return Mixed(images, mixup_target(targets, self.num_classes, smoothing=self.label_smoothing), None)
-            return Mixed(*self._mix(self._mixup, images, targets, update, part), None)
-        smooth, weights = self._smooth(targets), self._weigh(targets)
+        if self._mixup is not None and self._class_weights is None and not self.multi_label:
+            return *self._mix(self._mixup, images, targets, update, part), None
+        if self.multi_label:
+            smooth = targets * (1 - self.label_smoothing) + self.label_smoothing / 2
+        else:
+            smooth = mixup_target(targets, self.num_classes, smoothing=self.label_smoothing)
+        weights = self._weigh(targets)
         if self._mixup is None:
-            return Mixed(images, smooth, weights)
+            return images, smooth, weights
         shares = self._share(self._mixup, images, update, part)
         if weights is None:
-            return Mixed(images, shares @ smooth, None)
+            return images, shares @ smooth, None
         # A loss is linear in its target, so the weighted losses of both images are one loss of a weighted target.
         mixed = shares @ weights
-        return Mixed(images, (shares @ (weights * smooth)) / mixed.clamp_min(torch.finfo(mixed.dtype).tiny), mixed)
+        return images, (shares @ (weights * smooth)) / mixed.clamp_min(torch.finfo(mixed.dtype).tiny), mixed
 
     def weigh(self, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Soft targets and loss weights for labels that are probabilities `[B, classes]`; they are not smoothed.
+        """Soft targets and loss weights `[B, 1]` for labels that are probabilities `[B, classes]`; without smoothing.
 
-        An image has the losses of its classes, each with its weight and its probability. A one-hot row has the loss of
-        its class.
+        The loss of a class counts with its weight and its probability.
         """
         if self._class_weights is None:
             return targets, None
@@ -260,11 +235,6 @@ class BatchMixing:
         weighted = targets * self._class_weights
         sums = weighted.sum(dim=1, keepdim=True)
         return weighted / sums.clamp_min(torch.finfo(sums.dtype).tiny), sums
-
-    def _smooth(self, targets: Tensor) -> Tensor:
-        if self.multi_label:
-            return targets * (1 - self.label_smoothing) + self.label_smoothing / 2
-        return mixup_target(targets, self.num_classes, smoothing=self.label_smoothing)
 
     def _weigh(self, targets: Tensor) -> Tensor | None:
         """The weights of images, `[B, 1]`, or of the decisions about their labels, `[B, classes]`."""
@@ -276,7 +246,7 @@ class BatchMixing:
     def _share(self, mixup: Mixup, images: Tensor, update: int, part: int) -> Tensor:
         """Mix the images; returns the share `[B, B]` of image j in image i.
 
-        timm mixes targets like images, so targets that are the image numbers become the shares.
+        timm mixes targets like images: with the numbers of the images as classes, it returns the shares.
         """
         numbered = torch.arange(len(images), device=images.device)
         own = mixup.num_classes, mixup.label_smoothing

@@ -28,7 +28,7 @@ def few_digits():
         return dataclasses.replace(splits, train=train)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sources._SOURCES, "digits", few)
+        patch.setitem(sources.SOURCES, "digits", few)
         yield
 
 
