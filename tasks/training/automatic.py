@@ -7,10 +7,11 @@ the data has changed.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from longseq.tasks.config import Choice
+from longseq.tasks.training.configuration import flatten
 
 AUTO = "auto"  # the task chooses the value by the data
 FIND = "find"  # the value is searched before the run, see `longseq.tasks.training.trainer.find_learning_rate`
@@ -85,14 +86,9 @@ def restore_words(checked: dict[str, Any], config: Mapping[str, Any]) -> dict[st
     return checked
 
 
-def _choices(node: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, Any]]:
+def _choices(recipe: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """Dotted keys of a recipe that may be chosen, and their values."""
-    for key, value in node.items():
-        inner = f"{place}.{key}" if place else str(key)
-        if isinstance(value, Mapping):
-            yield from _choices(value, inner)
-        elif not inner.startswith("model.") or inner in OF_MODELS:
-            yield inner, value
+    return [(key, value) for key, value in flatten(recipe) if not key.startswith("model.") or key in OF_MODELS]
 
 
 def _get(recipe: Mapping[str, Any], key: str) -> Any:

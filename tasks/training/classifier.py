@@ -13,13 +13,7 @@ from torchmetrics.classification import MulticlassConfusionMatrix, MultilabelCon
 from longseq.blocks.precision import at_least_float32
 from longseq.models import CHECKPOINT_RUN
 from longseq.tasks.config import Criterion
-from longseq.tasks.training.metrics import (
-    MeanLoss,
-    Scores,
-    decide,
-    reads_decisions,
-    update_metrics,
-)
+from longseq.tasks.training.metrics import MeanLoss, Scores, decide, reads_decisions, update_metrics
 from longseq.tasks.training.module import TrainedModule
 from longseq.tasks.training.recipe import Training
 
@@ -86,7 +80,7 @@ class ClassifierModule(TrainedModule):
         return decide(self.probabilities(logits), self.thresholds, multi_label=self.multi_label)
 
     def measure(self, probabilities: Tensor, wanted: Tensor, metrics: Any, stage: str) -> None:
-        """Add samples, maybe none, to the metrics of a stage, and log them.
+        """Add N samples, 0 or more, to the metrics of a stage, and log them.
 
         `wanted` are whole numbers: classes `[N]`, or labels `[N, C]`. Decisions are made in float32, as in predictions;
         metrics that rank samples read `probabilities` (see `rankable`).
@@ -113,11 +107,10 @@ class ClassifierModule(TrainedModule):
             self.log(f"{stage}/{name}", metric, on_step=False, on_epoch=True)
 
     def on_validation_epoch_start(self) -> None:
-        # A state of an earlier validation is of torch's inference mode, and a training may not change it.
+        # Training must not change a state that an earlier validation made in torch's inference mode.
         self.confusion.reset()
 
-    def on_test_epoch_start(self) -> None:
-        self.confusion.reset()
+    on_test_epoch_start = on_validation_epoch_start
 
     def on_validation_epoch_end(self) -> None:
         if self._scores is not None and self._criterion is not None:
@@ -145,8 +138,7 @@ class ClassifierModule(TrainedModule):
                 checkpoint[CHECKPOINT_RUN] = {**run, "data": {**run["data"], "thresholds": thresholds}}
             checkpoint["thresholds"] = thresholds
         if (counts := self.val_confusion_matrix) is not None:
-            places = counts.nonzero()
-            sparse = {"shape": list(counts.shape), "places": places.int(), "values": counts[tuple(places.T)]}
+            sparse = {"shape": list(counts.shape), "places": counts.nonzero().int(), "values": counts[counts != 0]}
             checkpoint["val_confusion_matrix"] = sparse
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, TypeVar
 
 from hydra.core.hydra_config import HydraConfig
@@ -135,6 +135,15 @@ def spell_value(value: Any) -> str:
 def command_word(name: str, value: Any) -> str:
     """The word KEY=VALUE of a command, quoted for a shell and for Hydra."""
     return shlex.quote(f"{name}={spell_value(value)}")
+
+
+def flatten(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values of a nested configuration."""
+    if isinstance(config, Mapping) and config:
+        for key, value in config.items():
+            yield from flatten(value, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, config
 
 
 def with_absolute_root(config: Config) -> dict[str, Any]:

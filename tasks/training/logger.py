@@ -25,10 +25,7 @@ _FORMAT = "[%(asctime)s][%(name)s][%(levelname)s] - %(message)s"  # as Hydra's
 
 
 class RunLogger(TensorBoardLogger):
-    """Writes the events of a run's fit and test into one file of `folder`.
-
-    Events of an interrupted run from `purge_step` on are hidden.
-    """
+    """Writes the events of a run into one file of `folder`; hides those of an interrupted run from `purge_step` on."""
 
     def __init__(self, folder: str, purge_step: int | None = None) -> None:
         super().__init__(folder, name="", version="", default_hp_metric=False, purge_step=purge_step)
@@ -48,8 +45,7 @@ class RunLogger(TensorBoardLogger):
 
     @rank_zero_only
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        """Write what is logged before a checkpoint, from which a run that is killed later goes on."""
-        self.save()
+        self.save()  # a run that is killed later goes on from this checkpoint
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
@@ -58,10 +54,7 @@ class RunLogger(TensorBoardLogger):
 
 
 def build_loggers(logger: Any, first_update: int | None = None) -> list[Logger]:
-    """The loggers of the group `logger`: one logger, several by name, or none.
-
-    In a resumed run they go on after `first_update` updates.
-    """
+    """The loggers of the group `logger`, one or several by name; in a resumed run, after `first_update` updates."""
     entries = {"logger": logger} if logger and targets.TARGET in logger else logger or {}
     loggers = []
     for name, options in entries.items():

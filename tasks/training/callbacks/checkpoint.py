@@ -32,14 +32,8 @@ class BestCheckpoint(ModelCheckpoint):
     """
 
     def __init__(self, dirpath: str, monitor: str, mode: str) -> None:
-        super().__init__(
-            dirpath,
-            filename="best",
-            monitor=monitor,
-            mode=mode,
-            auto_insert_metric_name=False,
-            enable_version_counter=False,
-        )
+        options: dict[str, Any] = {"auto_insert_metric_name": False, "enable_version_counter": False}
+        super().__init__(dirpath, filename="best", monitor=monitor, mode=mode, **options)
         self.best_metrics: dict[str, float] = {}
 
     def check_monitor_top_k(self, trainer: Trainer, current: torch.Tensor | None = None) -> bool:
@@ -63,9 +57,9 @@ class BestCheckpoint(ModelCheckpoint):
         return super().state_dict() | {"best_metrics": self.best_metrics}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue with the best score so far if the run folder, which may be another one, has its `best.ckpt`.
+        """Continue with the best score so far if the run folder, which may have moved, has its `best.ckpt`.
 
-        Lightning forgets the score in another folder, so the next validation would count as the best.
+        Lightning forgets the score in another folder, and the next validation would count as the best.
         """
         own = Path(str(self.dirpath)) / "best.ckpt"
         if state_dict["best_model_path"] and not own.is_file():
@@ -82,17 +76,13 @@ class BestCheckpoint(ModelCheckpoint):
 class LastCheckpoint(Checkpoint):
     """Writes `last.ckpt` every n updates, every n minutes, after each epoch and when the run is interrupted.
 
-    A checkpoint always has the state after an update, so that a resumed run repeats the uninterrupted one. After an
-    interruption between two updates it is the state after the earlier one, including the statistics of batch norms.
-    After an interruption in a validation, a resumed run begins with this validation. After an interruption during the
-    optimizer's step, the previous checkpoint remains.
+    A checkpoint always has the state after an update, including the statistics of batch norms, so that a resumed run
+    repeats the uninterrupted one. After an interruption in a validation, a resumed run begins with this validation.
+    After an interruption during the optimizer's step, the previous checkpoint remains.
     """
 
     def __init__(
-        self,
-        dirpath: str,
-        every_n_train_steps: int | None = None,
-        every_n_minutes: float | None = None,
+        self, dirpath: str, every_n_train_steps: int | None = None, every_n_minutes: float | None = None
     ) -> None:
         self.path = Path(dirpath) / "last.ckpt"
         self.every_n_train_steps = every_n_train_steps
@@ -167,7 +157,7 @@ class LastCheckpoint(Checkpoint):
         training = trainer.state.fn == TrainerFn.FITTING and not trainer.is_last_batch and not self._loaded_due
         if training and updated(trainer, trainer.fit_loop.batch_idx):
             self._record(trainer)
-            if not trainer.should_stop:  # else it is saved at the end of its epoch
+            if not trainer.should_stop:  # otherwise the end of the epoch saves it
                 self._save_if_time(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -184,8 +174,7 @@ class LastCheckpoint(Checkpoint):
         if trainer.is_global_zero and self._saved_step >= 0:
             line = "stopped; nothing is saved"
             if self.path.exists():
-                place = f"saved as of update {self._saved_step}: {self.path}"
-                line = f"stopped; {place}; the same command with resume=true continues there"
+                line = f"stopped; saved as of update {self._saved_step}: {self.path}; resume=true continues there"
             _log.info(line)
             print(line, file=sys.stderr)
 
