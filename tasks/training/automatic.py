@@ -1,7 +1,6 @@
 """Keys of a recipe that are chosen when the data is open: `recipe.batch_size=auto`, `recipe.learning_rate=find`.
 
-A run records the chosen values, and their keys in `recipe.chosen`. A run that continues it takes these values, also if
-the data has changed.
+A run records the chosen values, and their keys in `recipe.chosen`. A resumed run keeps them, also if the data changed.
 """
 
 from __future__ import annotations
@@ -42,14 +41,12 @@ def value_of(recipe: Mapping[str, Any], key: str, chosen: Any) -> Any:
 
 
 def settle(config: Mapping[str, Any], choice: Choice) -> dict[str, Any]:
-    """The configuration with the values of `choice` where its recipe says `auto`, and their keys in `recipe.chosen`.
-
-    A length in epochs becomes null if the recipe states it in updates or tokens.
-    """
+    """The configuration with the values of `choice` where its recipe says `auto`, and their keys in `recipe.chosen`."""
     recipe = copy.deepcopy(dict(config["recipe"]))
     chosen = list(recipe.get(CHOSEN) or [])
     for key, value in choice.values.items():
         if _get(recipe, key) == AUTO:
+            # A length in epochs becomes null if the recipe states it in updates or tokens.
             others = [key.replace("epochs", unit) for unit in ("updates", "tokens") if key.endswith("epochs")]
             stated = any(_get(recipe, other) is not None for other in others)
             _put(recipe, key, None if stated else value)
@@ -58,7 +55,7 @@ def settle(config: Mapping[str, Any], choice: Choice) -> dict[str, Any]:
 
 
 def with_rate(config: Mapping[str, Any], rate: float | None = None) -> dict[str, Any]:
-    """The configuration with the rate that was found; without one, with any rate, for checks before the search."""
+    """The configuration with the rate that was found; before the search, with any rate."""
     recipe = dict(config["recipe"])
     if recipe.get(RATE) != FIND:
         return dict(config)

@@ -31,8 +31,7 @@ class Loaded:
         path: as the user gave it.
         file: the checkpoint, or in a folder the first file of weights.
         config: the resolved configuration of the run; empty for a model that `longseq train` did not write.
-        data: for images class_names, num_classes, img_size, in_chans, mean, std, interpolation and crop_pct; for other
-            tasks the fields of their info. `window_is_assumed` is True for a text model without a recorded `window`.
+        data: the fields of the task's info. `window_is_assumed` is True for a text model without a recorded `window`.
         weights: "ema" or "model", whichever were loaded.
     """
 

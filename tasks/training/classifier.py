@@ -21,20 +21,18 @@ from longseq.tasks.training.recipe import Training
 class ClassifierModule(TrainedModule):
     """A module that gives each sample one of several classes, or with `multi_label` any number of them.
 
-    Means over the classes are over those that a split has. `thresholds` are in force; checkpoints keep them. If a
-    validation chooses them, its metrics are for the thresholds that it chose.
+    Means over the classes are over those that a split has. Checkpoints keep the `thresholds` in force. If a validation
+    chooses them, its metrics are for these.
 
     Args:
         make_metrics: makes the metrics of a split besides the loss; called for validation and for the test.
-        chosen_metrics, metric: what `make_metrics` reads. A subclass with these and `threshold` in its `kept_options`
-            has them again from its checkpoints.
+        chosen_metrics, metric: what `make_metrics` reads, for checkpoints (see `kept_options`).
         threshold: the probability from which a label is given, or the second one of two classes: a number, a number for
             each label, or the criterion by which each validation chooses it (see `choose_threshold`).
         thresholds: in force before the first validation has chosen them.
     """
 
     # Counts [true class, predicted class], or [C, 2, 2] of several labels, of the last test and the last validation.
-    # After loading a checkpoint, the validation is the one before it.
     confusion_matrix: Tensor | None = None
     val_confusion_matrix: Tensor | None = None
 

@@ -119,7 +119,7 @@ def count_processes() -> int:
 class FullyShardedStrategy(ModelParallelStrategy):
     """Shards the module's `backbone` over all processes with torch's `fully_shard`, block by block.
 
-    Checkpoints are those of other strategies, whole tensors in one file: a run may continue on any number of devices.
+    Checkpoints hold whole tensors in one file, as with other strategies: a run may continue on any number of devices.
 
     Args:
         devices: the number of processes.
@@ -146,8 +146,8 @@ class FullyShardedStrategy(ModelParallelStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load weights and optimizer states, of a sharded run or of another.
 
-        Lightning 2.6 assumes that an optimizer numbers its parameters as the module does. One-device runs number them
-        by their place in the optimizer's groups: with groups for weight decay, states would go to other parameters.
+        Lightning 2.6 takes an optimizer's numbers for the module's order of parameters. They are places in the groups,
+        so with groups for weight decay, states would go to other parameters.
         """
         from torch.distributed.checkpoint import state_dict
 

@@ -97,19 +97,14 @@ def copy_weights(model: nn.Module, state: Mapping[str, Tensor]) -> bool:
     """
     classifier = getattr(model, "get_classifier", nn.Identity)()
     head = tuple(f"{name}." for name, module in model.named_modules() if name and module is classifier)
-    wanted = {key: value.shape for key, value in model.state_dict().items()}
-    kept = {
-        key: value
-        for key, value in state.items()
-        if not (key.startswith(head) and key in wanted and value.shape != wanted[key])
-    }
-    found = {key: value.shape for key, value in kept.items()}
-    differing = sorted(key for key in wanted.keys() | found.keys() if wanted.get(key) != found.get(key))
-    differing = [key for key in differing if not (key.startswith(head) and key not in found)]
+    own = model.state_dict()
+    fitting = {key: value for key, value in state.items() if key in own and value.shape == own[key].shape}
+    differing = sorted((own.keys() | state.keys()) - fitting.keys())
+    differing = [key for key in differing if key not in own or not key.startswith(head)]
     if differing:
         raise ValueError(f"init: {len(differing)} weights do not fit the model, {differing[0]} first")
-    model.load_state_dict(kept, strict=False)
-    return not kept.keys() >= wanted.keys()
+    model.load_state_dict(fitting, strict=False)
+    return fitting.keys() != own.keys()
 
 
 def mixer_options(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -79,7 +79,7 @@ class TrainedModule(LightningModule):
 
     @property
     def learning_rate(self) -> float | None:
-        """The highest rate of the training, None without one; Lightning's `Tuner.lr_find` sets the rate it finds."""
+        """The highest rate of the training, if any; Lightning's `Tuner.lr_find` sets it."""
         return self.recipe.learning_rate if self.recipe else None
 
     @learning_rate.setter
@@ -96,7 +96,7 @@ class TrainedModule(LightningModule):
     def from_config(
         cls: type[Self], config: Mapping[str, Any], backbone: nn.Module, info: Any, training: Training | None
     ) -> Self:
-        """The module of a configuration, for a model and the data of `info`; without `training` it only evaluates.
+        """The module of a configuration, for a model and the data of `info`.
 
         A subclass whose constructor takes more than the model and `training` overrides this and `arguments_for`.
         """
@@ -118,8 +118,8 @@ class TrainedModule(LightningModule):
 
         Args:
             map_location: the device of the module; by default the CPU.
-            kwargs: arguments of the constructor that the checkpoint does not hold, or that replace those it holds:
-                `training`, without which the module only measures; `backbone`, for a model of no registered kind.
+            kwargs: further arguments of the constructor, which replace those in the checkpoint: `training`, without
+                which the module only measures; `backbone`, for a model of no registered kind.
 
         Raises:
             ValueError: the file is damaged, or of another task.
@@ -146,10 +146,7 @@ class TrainedModule(LightningModule):
         return self._stage == TrainerFn.PREDICTING
 
     def read_batch(self, batch: Any) -> Any:
-        """The pair (inputs, targets) for the steps of this module from a batch of any loader; a pair stays as it is.
-
-        A subclass may take other batches, and raises ValueError for the rest.
-        """
+        """The pair (inputs, targets) of a batch of any loader; subclasses may take other batches than pairs."""
         return batch
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
@@ -159,10 +156,7 @@ class TrainedModule(LightningModule):
         return self.evaluate_batch(self.read_batch(batch), self.test_metrics, "test")
 
     def evaluate_batch(self, batch: Any, metrics: Any, stage: str) -> Any:
-        """Update the metrics of a stage, val or test, and log them; a process's part of a batch may be empty.
-
-        A subclass defines this, or only `update_metrics`.
-        """
+        """Update and log the metrics of a stage, val or test; a process's part of a batch may be empty."""
         if len(batch[1]):
             self.update_metrics(batch, metrics)
         for name, metric in metrics.items():
@@ -247,7 +241,7 @@ class TrainedModule(LightningModule):
             raise ValueError(f"the training loader gives no more batches after update {self.global_step}")
 
     def observe(self, batch: Any, examples: int) -> None:
-        """Run the first examples of a batch through the body of the model, for the reports of its mixers."""
+        """Run the first examples of a batch through the body of the model, for `Telemetry`."""
         read: Any = getattr(self.backbone, "forward_features", self.backbone)
         read(batch[0][:examples])
 
@@ -279,10 +273,10 @@ class TrainedModule(LightningModule):
         return None
 
     def mean_of_update(self, loss: Tensor) -> Tensor:
-        """The result of a training step, from the loss `[]` summed over the batch's targets; logs `train/loss`.
+        """The result of a training step, from the loss `[]` summed over the batch's targets (see `count_targets`).
 
-        The update then has the gradient of the mean over all its targets, of every process and accumulated batch; the
-        logged value is this mean. The module must have `count_targets`.
+        The update has the gradient of the mean over its targets, of all processes and accumulated batches. `train/loss`
+        is this mean.
         """
         assert self._mean is not None, f"{type(self).__name__}.count_targets gives None"
         return self._mean.scale(loss)
@@ -329,7 +323,7 @@ class TrainedModule(LightningModule):
             self.trainer.check_val_every_n_epoch = 1
 
     def _loss_of_update(self) -> Tensor | None:
-        """The loss of the update over all processes, which is logged; None for a step that logs its own."""
+        """The loss of the update over all processes; None if the training step logs its own."""
         return None if self._mean is None else self._mean.find_mean()
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -358,7 +352,7 @@ class TrainedModule(LightningModule):
         # A user's data module with `on_after_batch_transfer` gets its own batches there.
         self.__dict__.pop("on_before_batch_transfer", None)
         if data is None or not (isinstance(data, TaskData) or is_overridden("on_after_batch_transfer", data)):
-            self.on_before_batch_transfer = lambda batch, _: self.read_batch(batch)  # type: ignore[method-assign]
+            self.on_before_batch_transfer = lambda batch, dataloader_idx: self.read_batch(batch)  # type: ignore[method-assign]
         if stage == TrainerFn.FITTING:
             length = self.recipe.length if self.recipe else None
             self._saved_schedules, self.last_update = [], None
@@ -414,8 +408,6 @@ class TrainedModule(LightningModule):
 
     def _count_loader(self, trainer: Any) -> schedule.Epoch:
         """The epoch of a user's loader, or of a data module that does not count its batches."""
-        if trainer.limit_train_batches == 0:
-            return schedule.Epoch(1)  # Lightning trains nothing, and makes no loader
         trainer.fit_loop.setup_data()
         # When the fit begins, Lightning makes the loader anew and loads a checkpoint's state into it.
         if self._reload_every is None:

@@ -33,8 +33,7 @@ LOCK_FILE = "run.lock"
 # Data workers of a killed process hold its lock until they end.
 _PATIENCE = 5.0  # seconds
 
-# Keys that a resumed run may change: what it prints, where it writes, how fast it is, and how many devices share an
-# effective batch. None of them changes the order of samples.
+# Keys that a resumed run may change, since they do not change its numbers.
 FREE_KEYS = (
     "trainer.accumulate_grad_batches",
     "trainer.devices",
@@ -61,7 +60,7 @@ FREE_KEYS = (
     "plugins",  # a checkpoint names the used ones, a command the declared ones
 )
 
-# Keys that files of `trainer` set for their hardware. A resumed run keeps them unless the command itself gives them.
+# Keys that files of `trainer` set for their hardware. A resumed run keeps them unless the command gives them.
 KEPT_KEYS = ("trainer.log_every_n_steps", "trainer.precision")
 
 # Keys of a run's end. A schedule with a constant rate (wsd) does not depend on them before its decay.
@@ -74,7 +73,7 @@ LENGTH_KEYS = (
     "recipe.schedule.min_lr",
 )
 
-# The folders of this command by the requested name: Hydra resolves a name several times.
+# The folders of this command by requested name; Hydra resolves a name several times.
 _OWN: dict[str, str] = {}
 
 
@@ -107,7 +106,7 @@ def _own(fresh: str) -> str:
 
 
 def forget_folders() -> None:
-    """Called at the end of a command; the next one in this process gets its own folders."""
+    """Let the next command in this process have its own folders."""
     _OWN.clear()
 
 
@@ -117,7 +116,7 @@ OmegaConf.register_new_resolver("run_folder", run_folder, replace=True)
 def checkpoint_to_resume(config: Mapping[str, Any]) -> Path | None:
     """The checkpoint from which `config.resume` continues; None for a new run.
 
-    ValueError for a checkpoint of another configuration, and if a new run would write to the folder of another one.
+    ValueError for a checkpoint of another configuration, and for a new run in the folder of another one.
     """
     resume, folder = config["resume"], Path(config["output"])
     newest = newest_checkpoint(folder)
@@ -159,7 +158,8 @@ def differences(
 
 
 def _alike(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    before, now = old.get(key), new.get(key)
+    before: Any = old.get(key)
+    now: Any = new.get(key)
     parts = [config.get("trainer.accumulate_grad_batches", 1) for config in (old, new)]
     if key == "trainer.limit_train_batches" and parts[0] != parts[1] and before is not None:
         # A limit counts batches. A part of an epoch is compared when the data are open, by `check_epoch`.

@@ -26,9 +26,9 @@ _DUE = "validation_due"  # key of a checkpoint whose update is not validated yet
 class BestCheckpoint(ModelCheckpoint):
     """Keeps `best.ckpt`, the checkpoint with the best `monitor`; of equally good ones the latest.
 
-    Every number is better than NaN. `mode` is max if higher values are better, else min; a run takes it from the
-    metric. `best_metrics` are the validation metrics of the best checkpoint. After each validation that is the best so
-    far, it calls `on_best_validation()` of the callbacks that have it.
+    Every number is better than NaN. A run takes `mode`, min or max, from the metric. `best_metrics` are the validation
+    metrics of the best checkpoint. After each best validation so far, it calls `on_best_validation()` of callbacks that
+    have it.
     """
 
     def __init__(self, dirpath: str, monitor: str, mode: str) -> None:
@@ -37,7 +37,6 @@ class BestCheckpoint(ModelCheckpoint):
         self.best_metrics: dict[str, float] = {}
 
     def check_monitor_top_k(self, trainer: Trainer, current: torch.Tensor | None = None) -> bool:
-        # Ties are common on small validation sets; the later checkpoint was trained for longer.
         best = self.best_model_score
         ties = current is not None and best is not None and bool(current == best)
         # Lightning scores NaN as infinity.
@@ -111,7 +110,6 @@ class LastCheckpoint(Checkpoint):
         self._kept = [buffer.clone() for buffer in self._buffers]
         at_end = trainer.global_step > 0 and trainer.global_step == getattr(pl_module, "last_update", None)
         if self._loaded_due and trainer.enable_validation:
-            # Validate before the first batch, as Lightning does after a batch.
             loop = trainer.fit_loop.epoch_loop.val_loop
             loop.restarting = False
             trainer.validating = True
@@ -149,7 +147,7 @@ class LastCheckpoint(Checkpoint):
             self._is_due = True
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # From here on the result is logged, and callbacks count it, which a resumed run must not do again.
+        # From here on the result is logged and counted, which a resumed run must not repeat.
         if self._is_due:
             self._resume_point, self._is_due = None, False
 
@@ -165,7 +163,7 @@ class LastCheckpoint(Checkpoint):
         self._resume_point = None
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        # With several processes, none can save alone. On SIGTERM they stop together, and all take part in saving.
+        # All processes must take part in saving, which they do only on SIGTERM.
         together = trainer.world_size == 1 or isinstance(exception, SIGTERMException)
         if self._resume_point is not None and together and not isinstance(exception, NonFiniteError):
             self._interrupted = True

@@ -22,9 +22,9 @@ from longseq.tasks.training.system import peak_memory, write_text
 class TrainingProgress(RichProgressBar):
     """Shows Lightning's bar in a terminal; elsewhere prints a line at least every `line_seconds`.
 
-    Each epoch and each validation also prints a line: the loss of the last update, the values of the validation, the
-    rates of training and validation, the peak memory and the time left in the run. Metrics are read from the device
-    at most once in `refresh_seconds`. `unit` is the unit of `count_units`.
+    Each epoch and each validation also prints a line: losses and `metric`, rates of training and validation, peak
+    memory and the time left. The bar reads metrics from the device at most once in `refresh_seconds`. `unit` is the
+    unit of `count_units`.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from lightning.pytorch.trainer.states import TrainerFn
 
 from longseq.tasks.data.loader import count_tokens, count_units
@@ -97,15 +97,14 @@ class Throughput(Callback):
         self.unit = unit
         self.mean = _Window()
         self.evaluation_rate: float | None = None
-        self._clock: _FetchClock | None = None
+        self._clock = _FetchClock()
         self._window = _Window()
         self._evaluated = _Window()
         self._is_first = True
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if self._clock is None:
-            # Lightning reports the loading of a batch to profilers, but not to callbacks.
-            trainer.profiler = self._clock = _FetchClock(trainer.profiler)  # type: ignore[attr-defined]
+        # Lightning reports the loading of a batch to profilers, but not to callbacks.
+        self._clock.wrap(trainer)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint[_KEY] = asdict(self.mean)
@@ -116,13 +115,11 @@ class Throughput(Callback):
             self.mean = _Window(**checkpoint[_KEY])
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        assert self._clock is not None
         self._clock.device = pl_module.device
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        assert self._clock is not None
         self._clock.end_batch()
         window = self._window
         window.merge(_Window(1, count_units(batch), count_tokens(batch)))
@@ -153,9 +150,8 @@ class Throughput(Callback):
     on_test_epoch_start = on_validation_epoch_start
 
     def on_validation_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *_: Any
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *args: Any, **kwargs: Any
     ) -> None:
-        assert self._clock is not None
         self._evaluated.units += count_units(batch)
         self._evaluated.seconds += time.perf_counter() - self._clock.fetch_started
 
@@ -216,14 +212,19 @@ class _FetchClock(Profiler):
     On a CUDA `device`, events in its stream give the times.
     """
 
-    def __init__(self, inner: Profiler) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.inner = inner
+        self.inner: Profiler = PassThroughProfiler()
         self.device = torch.device("cpu")
         self.fetch_started = time.perf_counter()
         self._loading: _Mark | None = None  # the start of the last loading
         self._loads: list[tuple[_Mark, _Mark]] = []
         self._batches: list[tuple[_Mark, _Mark]] = []
+
+    def wrap(self, trainer: Any) -> None:
+        """Replace the profiler of a Trainer."""
+        if trainer.profiler is not self:
+            self.inner, trainer.profiler = trainer.profiler, self
 
     def start(self, action_name: str) -> None:
         self.inner.start(action_name)

@@ -65,7 +65,7 @@ class ExponentialMovingAverage(Callback):
         if self._average:
             self._swap()
 
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+    def on_validation_epoch_end(self, *args: Any, **kwargs: Any) -> None:
         if self._swapped:
             self._swap()
 
