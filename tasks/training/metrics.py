@@ -213,10 +213,10 @@ TABLES: Mapping[bool, Tables] = {
 def check_metrics(
     metric: str, chosen: Mapping[str, Any], *, multi_label: bool, tables: Mapping[bool, Tables] = TABLES
 ) -> None:
-    """Raise ValueError for names of metrics that do not exist, before the data is opened."""
+    """Raise ValueError for unknown names in `chosen` (`task.metrics`) and `metric` (`task.metric`)."""
     always, more = tables[multi_label]
     known = [LOSS, *always, *more, *(name for name, node in chosen.items() if isinstance(node, Mapping))]
-    for name in (*(name for name, node in chosen.items() if node is True), metric.removeprefix("val/")):
+    for name in (*(name for name, node in chosen.items() if node is True), metric.rpartition("/")[2]):
         if name not in known:
             raise ValueError(f"{name} names no metric: choose one of {', '.join(dict.fromkeys(known))}")
 
@@ -237,16 +237,14 @@ def make_metrics(
     always, more = tables[multi_label]
     if num_classes <= _FIRST:
         always, more = ({name: make for name, make in one.items() if name != "top5"} for one in (always, more))
+    chosen, metric = chosen or {}, metric or LOSS
+    check_metrics(metric, chosen, multi_label=multi_label, tables={multi_label: Tables(always, more)})
+    named = [*(name for name, node in chosen.items() if node is True), metric.rpartition("/")[2]]
     made = {name: make(num_classes) for name, make in always.items()}
-    named = [name for name, node in (chosen or {}).items() if node is True]
-    if metric is not None:
-        named.append(metric.rpartition("/")[2])
     made |= {name: more[name](num_classes) for name in named if name in more}
-    for name, node in (chosen or {}).items():
+    for name, node in chosen.items():
         if isinstance(node, Mapping):
             made[name] = _build(node, f"task.metrics.{name}", num_classes, multi_label=multi_label)
-    if unknown := next((name for name in named if name not in made and name != LOSS), None):
-        raise ValueError(f"{unknown} names no metric: choose one of {', '.join([LOSS, *made, *more])}")
     return made
 
 

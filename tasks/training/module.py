@@ -149,6 +149,9 @@ class TrainedModule(LightningModule):
         """The pair (inputs, targets) of a batch of any loader; subclasses may take other batches than pairs."""
         return batch
 
+    def _read_before_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return self.read_batch(batch)
+
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         return self.evaluate_batch(self.read_batch(batch), self.val_metrics, "val")
 
@@ -352,7 +355,7 @@ class TrainedModule(LightningModule):
         # A user's data module with `on_after_batch_transfer` gets its own batches there.
         self.__dict__.pop("on_before_batch_transfer", None)
         if data is None or not (isinstance(data, TaskData) or is_overridden("on_after_batch_transfer", data)):
-            self.on_before_batch_transfer = lambda batch, dataloader_idx: self.read_batch(batch)  # type: ignore[method-assign]
+            self.on_before_batch_transfer = self._read_before_transfer  # type: ignore[method-assign]
         if stage == TrainerFn.FITTING:
             length = self.recipe.length if self.recipe else None
             self._saved_schedules, self.last_update = [], None
