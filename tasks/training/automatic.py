@@ -21,7 +21,7 @@ CHOSEN = "chosen"
 # Options of models that tasks choose. `auto` of other options has a meaning of the model.
 OF_MODELS = ("model.drop_path_rate",)
 
-_ANY_RATE = 1e-3  # stands for a rate that is still to be found
+_ANY_RATE = 1e-3  # until the rate is found
 
 
 def is_automatic(config: Mapping[str, Any]) -> bool:
@@ -89,7 +89,7 @@ def _choices(recipe: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _get(recipe: Mapping[str, Any], key: str) -> Any:
-    """The value of a dotted key, None where there is none."""
+    """The value of a dotted key; None if it is missing."""
     node: Any = recipe
     for part in key.split("."):
         node = node.get(part) if isinstance(node, Mapping) else None

@@ -86,7 +86,7 @@ class UpdateMean:
         return None if summed is None else summed / self._finish_total()
 
     def correct(self, parameters: Iterable[Tensor], accumulate: int) -> None:
-        """Turn the gradients of a whole update into those of the mean; Lightning divided by `accumulate`."""
+        """Turn the gradients of a whole update into gradients of the mean; Lightning divided by `accumulate`."""
         multiply_gradients(parameters, self._expected * accumulate * count_processes() / self._finish_total())
 
     def _finish_total(self) -> Tensor:

@@ -19,7 +19,7 @@ from longseq.tasks.data.labels import name_some
 if TYPE_CHECKING:
     from longseq.tasks.training.checkpoint import Loaded
 
-_HEAD = "?"  # no parameter has this name: it stands for those outside the numbered layers
+_HEAD = "?"  # no parameter has this name; its layer is the one after the blocks
 _AVERAGE = "running_mean"  # a buffer of batch norms only
 
 # What a user should know about the trained weights that a model took.
@@ -79,7 +79,7 @@ def note(model: nn.Module, line: str) -> None:
 
 
 def note_new_head(model: nn.Module, own: Sequence[str], theirs: Sequence[str]) -> None:
-    """Note that the head is new, as the classes `own` of the data are not those of the weights."""
+    """Note that the head is new, since the data have the classes `own` and the weights `theirs`."""
     others = f"and the weights have {name_some(theirs)}" if theirs else "and the weights name none"
     note(model, f"the head is new: the classes are {name_some(own)}, {others}")
 

@@ -24,10 +24,10 @@ _log = logging.getLogger(__name__)
 UNITS = ("epochs", "updates", "tokens")
 WARMUPS = tuple(f"warmup_{unit}" for unit in UNITS)
 
-# The part of a run for its warm-up, if the recipe's warm-up is longer than the run.
+# The warm-up's share of a run, if the recipe's warm-up is longer than the run.
 SHORTENED = 0.1
 
-# The part of a run, after its warm-up, in which a constant rate (wsd) falls unless decay_epochs gives another.
+# The share of a run, after its warm-up, in which a constant rate (wsd) falls, unless decay_epochs is given.
 DECAY = 0.2
 
 
@@ -277,6 +277,6 @@ def check_end(update: int, saved: Mapping[str, Any], own: Mapping[str, Any]) -> 
 
 
 def _scale_by_layer(optimizer: Optimizer) -> None:
-    """Multiply the rates that a scheduler of torch has set by those of the layers (`layer_decay`)."""
+    """Scale the rates that a scheduler of torch has set by layer (`layer_decay`)."""
     for group in optimizer.param_groups:
         group["lr"] *= group.get("lr_scale", 1.0)

@@ -33,7 +33,7 @@ TABLE, PICTURE = "learning_rates.csv", "learning_rates.png"
 
 
 def build_callbacks(config: DictConfig | Config, module: TrainedModule) -> list[Callback]:
-    """The callbacks of every run and of the recipe, then those of `config.callbacks` that are not null.
+    """The callbacks of every run and of the recipe, then those in `config.callbacks` that are not null.
 
     A callback that monitors a metric gets its direction from the metric of `module`, which must have it (ValueError).
     """

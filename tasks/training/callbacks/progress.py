@@ -57,7 +57,7 @@ class TrainingProgress(RichProgressBar):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        self._began = self._printed_at = time.monotonic()
+        self._began = self._printed_at = self._epoch_began = time.monotonic()  # a resumed epoch has no start
         self._updates_before = trainer.global_step
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
