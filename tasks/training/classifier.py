@@ -100,10 +100,6 @@ class ClassifierModule(TrainedModule):
         if len(wanted):
             self.confusion.update(decisions, wanted)
 
-    def _log_metrics(self, metrics: Mapping[str, Any], stage: str) -> None:
-        for name, metric in metrics.items():
-            self.log(f"{stage}/{name}", metric, on_step=False, on_epoch=True)
-
     def on_validation_epoch_start(self) -> None:
         # Training must not change a state that an earlier validation made in torch's inference mode.
         self.confusion.reset()

@@ -6,7 +6,6 @@ import csv
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Any
 
@@ -107,17 +106,19 @@ def close_loggers(loggers: Iterable[Logger]) -> None:
             logger.experiment.finish()
 
 
-class _RunLogFile(MemoryHandler):
+class _RunLogFile(logging.FileHandler):
     """Keeps records until the run has written its configuration: a wrong command leaves no file."""
 
     def __init__(self, file: Path) -> None:
-        target = logging.FileHandler(file, encoding="utf-8", errors="backslashreplace", delay=True)
-        target.setFormatter(logging.Formatter(_FORMAT))
-        super().__init__(capacity=0, target=target, flushOnClose=False)
+        super().__init__(file, encoding="utf-8", errors="backslashreplace", delay=True)
+        self.setFormatter(logging.Formatter(_FORMAT))
         self._begun = file.with_name(CONFIG_FILE)
+        self._early: list[logging.LogRecord] = []
 
-    def shouldFlush(self, record: logging.LogRecord) -> bool:
-        return self._begun.is_file()
+    def emit(self, record: logging.LogRecord) -> None:
+        self._early.append(record)
+        while self._early and self._begun.is_file():
+            super().emit(self._early.pop(0))
 
 
 @contextmanager
@@ -136,10 +137,7 @@ def logged(file: Path | None) -> Iterator[None]:
     finally:
         package.setLevel(level)
         root.removeHandler(handler)
-        target = handler.target
         handler.close()
-        if target is not None:
-            target.close()
 
 
 class RunLog(Callback):

@@ -162,6 +162,9 @@ class TrainedModule(LightningModule):
         """Update and log the metrics of a stage, val or test; a process's part of a batch may be empty."""
         if len(batch[1]):
             self.update_metrics(batch, metrics)
+        self._log_metrics(metrics, stage)
+
+    def _log_metrics(self, metrics: Mapping[str, Any], stage: str) -> None:
         for name, metric in metrics.items():
             self.log(f"{stage}/{name}", metric, on_step=False, on_epoch=True)
 

@@ -110,19 +110,14 @@ class StopTogether(Callback):
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        self._agree_now_and_then(trainer, batch_idx, trainer.num_val_batches[dataloader_idx])
+        batches = (trainer.num_test_batches if trainer.testing else trainer.num_val_batches)[dataloader_idx]
+        if trainer.world_size > 1 and batch_idx % 10 == 0 and isinstance(batches, int):
+            self._agree(trainer)
 
-    def on_test_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        self._agree_now_and_then(trainer, batch_idx, trainer.num_test_batches[dataloader_idx])
+    on_test_batch_start = on_validation_batch_start
 
     def _record(self, *_: Any) -> None:
         self._signalled = True
-
-    def _agree_now_and_then(self, trainer: Trainer, batch_idx: int, batches: float) -> None:
-        if trainer.world_size > 1 and batch_idx % 10 == 0 and isinstance(batches, int):
-            self._agree(trainer)
 
     def _agree(self, trainer: Trainer) -> None:
         if trainer.strategy.reduce_boolean_decision(self._signalled, all=False):
