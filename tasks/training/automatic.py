@@ -1,16 +1,16 @@
 """Keys of a recipe that are chosen when the data is open: `recipe.batch_size=auto`, `recipe.learning_rate=find`.
 
-A run records the chosen values, and their keys in `recipe.chosen`. A run that continues it takes these values, also if
-the data has changed.
+A run records the chosen values, and their keys in `recipe.chosen`. A resumed run keeps them, also if the data changed.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from longseq.tasks.config import Choice
+from longseq.tasks.training.configuration import flatten
 
 AUTO = "auto"  # the task chooses the value by the data
 FIND = "find"  # the value is searched before the run, see `longseq.tasks.training.trainer.find_learning_rate`
@@ -21,7 +21,7 @@ CHOSEN = "chosen"
 # Options of models that tasks choose. `auto` of other options has a meaning of the model.
 OF_MODELS = ("model.drop_path_rate",)
 
-_ANY_RATE = 1e-3  # stands for a rate that is still to be found
+_ANY_RATE = 1e-3  # until the rate is found
 
 
 def is_automatic(config: Mapping[str, Any]) -> bool:
@@ -41,14 +41,12 @@ def value_of(recipe: Mapping[str, Any], key: str, chosen: Any) -> Any:
 
 
 def settle(config: Mapping[str, Any], choice: Choice) -> dict[str, Any]:
-    """The configuration with the values of `choice` where its recipe says `auto`, and their keys in `recipe.chosen`.
-
-    A length in epochs becomes null if the recipe states it in updates or tokens.
-    """
+    """The configuration with the values of `choice` where its recipe says `auto`, and their keys in `recipe.chosen`."""
     recipe = copy.deepcopy(dict(config["recipe"]))
     chosen = list(recipe.get(CHOSEN) or [])
     for key, value in choice.values.items():
         if _get(recipe, key) == AUTO:
+            # A length in epochs becomes null if the recipe states it in updates or tokens.
             others = [key.replace("epochs", unit) for unit in ("updates", "tokens") if key.endswith("epochs")]
             stated = any(_get(recipe, other) is not None for other in others)
             _put(recipe, key, None if stated else value)
@@ -57,7 +55,7 @@ def settle(config: Mapping[str, Any], choice: Choice) -> dict[str, Any]:
 
 
 def with_rate(config: Mapping[str, Any], rate: float | None = None) -> dict[str, Any]:
-    """The configuration with the rate that was found; without one, with any rate, for checks before the search."""
+    """The configuration with the rate that was found; before the search, with any rate."""
     recipe = dict(config["recipe"])
     if recipe.get(RATE) != FIND:
         return dict(config)
@@ -85,18 +83,13 @@ def restore_words(checked: dict[str, Any], config: Mapping[str, Any]) -> dict[st
     return checked
 
 
-def _choices(node: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, Any]]:
+def _choices(recipe: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """Dotted keys of a recipe that may be chosen, and their values."""
-    for key, value in node.items():
-        inner = f"{place}.{key}" if place else str(key)
-        if isinstance(value, Mapping):
-            yield from _choices(value, inner)
-        elif not inner.startswith("model.") or inner in OF_MODELS:
-            yield inner, value
+    return [(key, value) for key, value in flatten(recipe) if not key.startswith("model.") or key in OF_MODELS]
 
 
 def _get(recipe: Mapping[str, Any], key: str) -> Any:
-    """The value of a dotted key, None where there is none."""
+    """The value of a dotted key; None if it is missing."""
     node: Any = recipe
     for part in key.split("."):
         node = node.get(part) if isinstance(node, Mapping) else None

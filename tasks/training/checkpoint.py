@@ -31,8 +31,7 @@ class Loaded:
         path: as the user gave it.
         file: the checkpoint, or in a folder the first file of weights.
         config: the resolved configuration of the run; empty for a model that `longseq train` did not write.
-        data: for images class_names, num_classes, img_size, in_chans, mean, std, interpolation and crop_pct; for other
-            tasks the fields of their info. `window_is_assumed` is True for a text model without a recorded `window`.
+        data: the fields of the task's info. `window_is_assumed` is True for a text model without a recorded `window`.
         weights: "ema" or "model", whichever were loaded.
     """
 
@@ -58,14 +57,10 @@ def load(
 ) -> Loaded:
     """Rebuild the model of a checkpoint or a folder from its saved description (see `longseq.models`).
 
-    The caller's random state is unchanged.
-
     Args:
         path: hf-hub:OWNER/NAME is fetched from the Hugging Face hub, unless its cache has it.
-        weights: "ema" (the average of the weights), "model" (the weights themselves) or "auto": the average if the run
-            has one.
-        model_options: arguments of the model to replace, such as dynamic_img_size or backend; they must not change its
-            weights.
+        weights: "ema" (the average of the weights), "model" (the raw weights) or "auto": the average if there is one.
+        model_options: arguments of the model to replace, such as dynamic_img_size; they must not change its weights.
         any_resolution: resize positions, so that the model takes images of any size.
         key: the name under which the user gave the file.
         tasks: whose models the caller can use.
@@ -114,7 +109,7 @@ def known_data(saved: SavedModel, model: nn.Module) -> dict[str, Any]:
     numbered = {} if count is None else {"num_classes": count, "class_names": [str(index) for index in range(count)]}
     known = {**numbered, **stated_data(model), **_text_data(saved, model), **data}
     names = known.get("class_names")
-    if names is not None and isinstance(count, int) and len(names) != count:
+    if names is not None and count is not None and len(names) != count:
         raise ValueError(f"{saved.label}: its model has {count} classes and {len(names)} class names")
     return known
 
@@ -129,11 +124,7 @@ def sha256(path: str | Path) -> str:
 
 
 def _task_of(saved: SavedModel) -> str | None:
-    """The task of a model that is saved without its run, None if unknown.
-
-    Models for timm and of a plug-in's class classify images, models with class names and a text format documents.
-    Forward token models with a tokenizer are language models.
-    """
+    """The task of a model that is saved without its run, None if unknown."""
     if "architecture" in saved.config or saved.config.get("kind") == PLUGIN:
         return "image"
     if saved.text is not None and "class_names" in saved.text:

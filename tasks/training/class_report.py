@@ -13,17 +13,13 @@ from longseq.tasks.report import Report
 
 Table = Sequence[Sequence[Any]]
 
-# The most classes whose confusion matrix the json file of an evaluation holds.
-_MOST_CLASSES = 100
+_MOST_CLASSES = 100  # of a confusion matrix in metrics.json
 
 
 class ClassReport(Report):
-    """Adds precision, recall and F1 score of each class, the confusion matrix, and thresholds.
+    """Adds precision, recall and F1 score of each class, confusion matrix and thresholds of a `ClassifierModule`."""
 
-    `unit` names the samples. Modules are of the class `longseq.tasks.training.classifier.ClassifierModule`.
-    """
-
-    unit: ClassVar[str]
+    unit: ClassVar[str]  # names the samples
     files = tuple(f"{name}_{split}.csv" for name in ("classes", "confusion_matrix") for split in ("val", "test"))
 
     def extras(self, module: Any, info: Any, split: str) -> dict[str, Any]:
@@ -68,6 +64,7 @@ def per_class(counts: Tensor, class_names: Sequence[str], *, unit: str) -> list[
     right = counts[:, 1, 1] if several else counts.diagonal()
     true = counts[:, 1].sum(dim=1) if several else counts.sum(dim=1)
     predicted = counts[:, :, 1].sum(dim=1) if several else counts.sum(dim=0)
+    counted = zip(class_names, right.tolist(), true.tolist(), predicted.tolist(), strict=True)
     return [
         {
             "class": name,
@@ -76,21 +73,18 @@ def per_class(counts: Tensor, class_names: Sequence[str], *, unit: str) -> list[
             "f1": _share(2 * hits, chosen + samples),
             unit: samples,
         }
-        for name, hits, samples, chosen in zip(
-            class_names, right.tolist(), true.tolist(), predicted.tolist(), strict=True
-        )
+        for name, hits, samples, chosen in counted
     ]
 
 
 def confusion_table(counts: Tensor, class_names: Sequence[str]) -> Table:
     """A confusion matrix with its names: a row for each true class, or for each of several labels."""
     if counts.ndim == 3:
-        names = ("true_negative", "false_positive", "false_negative", "true_positive")
-        return [
-            ["label", *names],
-            *([name, *row] for name, row in zip(class_names, counts.flatten(1).tolist(), strict=True)),
-        ]
-    return [["true", *class_names], *([name, *row] for name, row in zip(class_names, counts.tolist(), strict=True))]
+        head = ["label", "true_negative", "false_positive", "false_negative", "true_positive"]
+        counts = counts.flatten(1)
+    else:
+        head = ["true", *class_names]
+    return [head, *([name, *row] for name, row in zip(class_names, counts.tolist(), strict=True))]
 
 
 def to_csv(table: Table) -> str:

@@ -13,13 +13,7 @@ from torchmetrics.classification import MulticlassConfusionMatrix, MultilabelCon
 from longseq.blocks.precision import at_least_float32
 from longseq.models import CHECKPOINT_RUN
 from longseq.tasks.config import Criterion
-from longseq.tasks.training.metrics import (
-    MeanLoss,
-    Scores,
-    decide,
-    reads_decisions,
-    update_metrics,
-)
+from longseq.tasks.training.metrics import MeanLoss, Scores, decide, reads_decisions, update_metrics
 from longseq.tasks.training.module import TrainedModule
 from longseq.tasks.training.recipe import Training
 
@@ -27,20 +21,18 @@ from longseq.tasks.training.recipe import Training
 class ClassifierModule(TrainedModule):
     """A module that gives each sample one of several classes, or with `multi_label` any number of them.
 
-    Means over the classes are over those that a split has. `thresholds` are in force; checkpoints keep them. If a
-    validation chooses them, its metrics are for the thresholds that it chose.
+    Means over the classes are over those that a split has. Checkpoints keep the `thresholds` in force. If a validation
+    chooses them, its metrics are for these.
 
     Args:
         make_metrics: makes the metrics of a split besides the loss; called for validation and for the test.
-        chosen_metrics, metric: what `make_metrics` reads. A subclass with these and `threshold` in its `kept_options`
-            has them again from its checkpoints.
+        chosen_metrics, metric: what `make_metrics` reads, for checkpoints (see `kept_options`).
         threshold: the probability from which a label is given, or the second one of two classes: a number, a number for
             each label, or the criterion by which each validation chooses it (see `choose_threshold`).
         thresholds: in force before the first validation has chosen them.
     """
 
     # Counts [true class, predicted class], or [C, 2, 2] of several labels, of the last test and the last validation.
-    # After loading a checkpoint, the validation is the one before it.
     confusion_matrix: Tensor | None = None
     val_confusion_matrix: Tensor | None = None
 
@@ -86,7 +78,7 @@ class ClassifierModule(TrainedModule):
         return decide(self.probabilities(logits), self.thresholds, multi_label=self.multi_label)
 
     def measure(self, probabilities: Tensor, wanted: Tensor, metrics: Any, stage: str) -> None:
-        """Add samples, maybe none, to the metrics of a stage, and log them.
+        """Add N samples, 0 or more, to the metrics of a stage, and log them.
 
         `wanted` are whole numbers: classes `[N]`, or labels `[N, C]`. Decisions are made in float32, as in predictions;
         metrics that rank samples read `probabilities` (see `rankable`).
@@ -108,16 +100,11 @@ class ClassifierModule(TrainedModule):
         if len(wanted):
             self.confusion.update(decisions, wanted)
 
-    def _log_metrics(self, metrics: Mapping[str, Any], stage: str) -> None:
-        for name, metric in metrics.items():
-            self.log(f"{stage}/{name}", metric, on_step=False, on_epoch=True)
-
     def on_validation_epoch_start(self) -> None:
-        # A state of an earlier validation is of torch's inference mode, and a training may not change it.
+        # Training must not change a state that an earlier validation made in torch's inference mode.
         self.confusion.reset()
 
-    def on_test_epoch_start(self) -> None:
-        self.confusion.reset()
+    on_test_epoch_start = on_validation_epoch_start
 
     def on_validation_epoch_end(self) -> None:
         if self._scores is not None and self._criterion is not None:
@@ -145,8 +132,7 @@ class ClassifierModule(TrainedModule):
                 checkpoint[CHECKPOINT_RUN] = {**run, "data": {**run["data"], "thresholds": thresholds}}
             checkpoint["thresholds"] = thresholds
         if (counts := self.val_confusion_matrix) is not None:
-            places = counts.nonzero()
-            sparse = {"shape": list(counts.shape), "places": places.int(), "values": counts[tuple(places.T)]}
+            sparse = {"shape": list(counts.shape), "places": counts.nonzero().int(), "values": counts[counts != 0]}
             checkpoint["val_confusion_matrix"] = sparse
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, TypeVar
 
 from hydra.core.hydra_config import HydraConfig
@@ -20,12 +20,11 @@ T = TypeVar("T", bound=Keys)
 # Keys of `data` with a value for each name of a class.
 CLASS_TABLES = ("class_weights", "class_map")
 
-# Text that needs no quotes in an override.
 _UNQUOTED = re.compile(r"[\w/+.$%*@?|:-]+", re.ASCII)
 
 
 class BodyKeys(Keys):
-    """The keys of `model` for every model with the body of a token model; see `TokenBackbone`."""
+    """The keys of `model` for models with the body of a `TokenBackbone`."""
 
     label: str = key(..., "the name in tables")
     d_model: Count | None = key(None, "the width")
@@ -65,10 +64,7 @@ def mixer_label(pattern: Any) -> str:
 
 
 def by_width(width: int, table: Mapping[Any, Any]) -> Any:
-    """Resolver `${by_width:WIDTH,{0: A, 384: B}}`: the value for the largest width in the table that is at most WIDTH.
-
-    With it, a recipe has a value for models of any size.
-    """
+    """Resolver `${by_width:WIDTH,{0: A, 384: B}}`: the value of the largest width in the table up to WIDTH."""
     return table[max(least for least in table if least <= width)]
 
 
@@ -96,7 +92,7 @@ def resolve(config: DictConfig | Config) -> dict[str, Any]:
     found: Any = OmegaConf.to_container(config, resolve=True)
     data = found.get("data")
     for name in CLASS_TABLES if isinstance(data, dict) else ():
-        # A dictionary by names of classes may be text: Hydra's grammar has no keys with accents or signs.
+        # A dictionary by class names may be text: keys with accents or signs are not in Hydra's grammar.
         text = data.get(name)
         if isinstance(text, str) and text.startswith("{"):
             data[name] = OmegaConf.to_container(OmegaConf.create(re.sub(r":(?=[\d.+-])", ": ", text)))
@@ -104,7 +100,7 @@ def resolve(config: DictConfig | Config) -> dict[str, Any]:
 
 
 def _given(section: Any) -> Any:
-    """The keys without required ones that are missing."""
+    """Leaves out required keys that are missing."""
     if not isinstance(section, dict):
         return section
     return {name: _given(value) for name, value in section.items() if not (isinstance(value, str) and value == "???")}
@@ -137,13 +133,19 @@ def command_word(name: str, value: Any) -> str:
     return shlex.quote(f"{name}={spell_value(value)}")
 
 
-def with_absolute_root(config: Config) -> dict[str, Any]:
-    """The configuration with absolute paths in `data.root`, which mean the same in any working folder.
+def flatten(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values of a nested configuration."""
+    if isinstance(config, Mapping) and config:
+        for key, value in config.items():
+            yield from flatten(value, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, config
 
-    An entry that does not exist, such as the name of a stream, stays as it is.
-    """
-    data = config.get("data")
-    if not isinstance(data, Mapping) or "root" not in data:
+
+def with_absolute_root(config: Config) -> dict[str, Any]:
+    """The configuration with absolute paths in `data.root`; what is no path, such as a stream's name, stays."""
+    data = config.get("data") or {}
+    if "root" not in data:
         return dict(config)
     root = data["root"]
     whole = [_absolute(one) for one in root] if isinstance(root, list) else _absolute(root)

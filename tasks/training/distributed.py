@@ -45,13 +45,13 @@ class UpdateSum:
 class UpdateMean:
     """The mean of a loss over all targets of an update whose batches differ in their number of targets.
 
-    Lightning divides a loss by the number of accumulated batches, and processes average their gradients, so a batch
-    with few targets would count as much as one with many. Here a loss is a sum over targets. `scale` divides it by an
+    Lightning divides a loss by the number of accumulated batches and averages gradients over processes, so a batch with
+    few targets would count as much as one with many. Here a loss is a sum over targets. `scale` divides it by an
     estimate, the mean number of targets in the first batches of the update. The last batch completes the number of
     targets, and `correct` then multiplies the gradients by the missing factor.
 
-    All processes call the methods in this order for each batch. Counts stay on the device, without a wait for it. They
-    are summed over processes during the forward pass, and the losses after the backward pass.
+    All processes call the methods in this order for each batch. Counts stay on the device. They are summed over
+    processes during the forward pass, and the losses after the backward pass.
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class UpdateMean:
         return None if summed is None else summed / self._finish_total()
 
     def correct(self, parameters: Iterable[Tensor], accumulate: int) -> None:
-        """Turn the gradients of a whole update into those of the mean; Lightning divided by `accumulate`."""
+        """Turn the gradients of a whole update into gradients of the mean; Lightning divided by `accumulate`."""
         multiply_gradients(parameters, self._expected * accumulate * count_processes() / self._finish_total())
 
     def _finish_total(self) -> Tensor:
@@ -119,7 +119,7 @@ def count_processes() -> int:
 class FullyShardedStrategy(ModelParallelStrategy):
     """Shards the module's `backbone` over all processes with torch's `fully_shard`, block by block.
 
-    Checkpoints are those of other strategies, whole tensors in one file: a run may continue on any number of devices.
+    Checkpoints hold whole tensors in one file, as with other strategies: a run may continue on any number of devices.
 
     Args:
         devices: the number of processes.
@@ -146,30 +146,24 @@ class FullyShardedStrategy(ModelParallelStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load weights and optimizer states, of a sharded run or of another.
 
-        Lightning 2.6 assumes that an optimizer numbers its parameters as the module does. One-device runs number them
-        by their place in the optimizer's groups: with groups for weight decay, states would go to other parameters.
+        Lightning 2.6 takes an optimizer's numbers for the module's order of parameters. They are places in the groups,
+        so with groups for weight decay, states would go to other parameters.
         """
-        from torch.distributed.checkpoint.state_dict import (
-            StateDictOptions,
-            set_model_state_dict,
-            set_optimizer_state_dict,
-        )
+        from torch.distributed.checkpoint import state_dict
 
         path, model = Path(self.broadcast(checkpoint_path)), self.model
         assert model is not None
         checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        whole = StateDictOptions(full_state_dict=True)
-        set_model_state_dict(model, checkpoint.pop("state_dict"), options=whole)
+        whole = state_dict.StateDictOptions(full_state_dict=True)
+        state_dict.set_model_state_dict(model, checkpoint.pop("state_dict"), options=whole)
         for optimizer, state in zip(self.optimizers, checkpoint.get("optimizer_states", []), strict=False):
-            set_optimizer_state_dict(model, optimizer, _name_parameters(state, optimizer, model), options=whole)
+            named = _name_parameters(state, optimizer, model)
+            state_dict.set_optimizer_state_dict(model, optimizer, named, options=whole)
         return checkpoint
 
 
 def shard(backbone: nn.Module, mesh: Any, *, reshard: bool = True) -> None:
-    """Shard a model over the processes of a mesh, each of its `blocks` separately, unless it is sharded already.
-
-    `reshard` is `reshard_after_forward` of `FullyShardedStrategy`.
-    """
+    """Shard a model over the processes of a mesh, block by block, unless it is sharded already."""
     if has_shards(backbone):
         return
     from torch.distributed.fsdp import fully_shard
@@ -178,7 +172,7 @@ def shard(backbone: nn.Module, mesh: Any, *, reshard: bool = True) -> None:
     for block in blocks:
         if len({parameter.dtype for parameter in block.parameters()}) > 1:
             # `fully_shard` takes parameters of one type. The float32 parts of a half-precision block are small, and
-            # some give their parameters to the parts around them: they stay whole between passes.
+            # other parts may use their parameters: they stay whole between passes.
             for part in [part for part in block.modules() if isinstance(part, KeepsFloat32)]:
                 fully_shard(part, mesh=mesh, reshard_after_forward=False)
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
@@ -186,15 +180,10 @@ def shard(backbone: nn.Module, mesh: Any, *, reshard: bool = True) -> None:
 
 
 def _name_parameters(state: Mapping[str, Any], optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
-    """An optimizer's state dict with names in place of parameter numbers, matched by their places in the groups.
-
-    ValueError if the groups have other sizes than in `optimizer`.
-    """
+    """An optimizer's state dict with names in place of parameter numbers, matched by their places in the groups."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups: list[dict[str, Any]] = []
     numbers: dict[Any, str] = {}
-    if [len(group["params"]) for group in state["param_groups"]] != [len(g["params"]) for g in optimizer.param_groups]:
-        raise ValueError("resume: the checkpoint's optimizer has other parameter groups")
     for saved, own in zip(state["param_groups"], optimizer.param_groups, strict=True):
         named = [names[id(parameter)] for parameter in own["params"]]
         numbers |= dict(zip(saved["params"], named, strict=True))

@@ -6,7 +6,6 @@ import csv
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +24,7 @@ _FORMAT = "[%(asctime)s][%(name)s][%(levelname)s] - %(message)s"  # as Hydra's
 
 
 class RunLogger(TensorBoardLogger):
-    """Writes the events of a run's fit and test into one file of `folder`.
-
-    Events of an interrupted run from `purge_step` on are hidden.
-    """
+    """Writes the events of a run into one file of `folder`; hides those of an interrupted run from `purge_step` on."""
 
     def __init__(self, folder: str, purge_step: int | None = None) -> None:
         super().__init__(folder, name="", version="", default_hp_metric=False, purge_step=purge_step)
@@ -48,8 +44,7 @@ class RunLogger(TensorBoardLogger):
 
     @rank_zero_only
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        """Write what is logged before a checkpoint, from which a run that is killed later goes on."""
-        self.save()
+        self.save()  # a run that is killed later goes on from this checkpoint
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
@@ -58,10 +53,7 @@ class RunLogger(TensorBoardLogger):
 
 
 def build_loggers(logger: Any, first_update: int | None = None) -> list[Logger]:
-    """The loggers of the group `logger`: one logger, several by name, or none.
-
-    In a resumed run they go on after `first_update` updates.
-    """
+    """The loggers of the group `logger`, one or several by name; in a resumed run, after `first_update` updates."""
     entries = {"logger": logger} if logger and targets.TARGET in logger else logger or {}
     loggers = []
     for name, options in entries.items():
@@ -114,17 +106,19 @@ def close_loggers(loggers: Iterable[Logger]) -> None:
             logger.experiment.finish()
 
 
-class _RunLogFile(MemoryHandler):
+class _RunLogFile(logging.FileHandler):
     """Keeps records until the run has written its configuration: a wrong command leaves no file."""
 
     def __init__(self, file: Path) -> None:
-        target = logging.FileHandler(file, encoding="utf-8", errors="backslashreplace", delay=True)
-        target.setFormatter(logging.Formatter(_FORMAT))
-        super().__init__(capacity=0, target=target, flushOnClose=False)
+        super().__init__(file, encoding="utf-8", errors="backslashreplace", delay=True)
+        self.setFormatter(logging.Formatter(_FORMAT))
         self._begun = file.with_name(CONFIG_FILE)
+        self._early: list[logging.LogRecord] = []
 
-    def shouldFlush(self, record: logging.LogRecord) -> bool:
-        return self._begun.is_file()
+    def emit(self, record: logging.LogRecord) -> None:
+        self._early.append(record)
+        while self._early and self._begun.is_file():
+            super().emit(self._early.pop(0))
 
 
 @contextmanager
@@ -143,10 +137,7 @@ def logged(file: Path | None) -> Iterator[None]:
     finally:
         package.setLevel(level)
         root.removeHandler(handler)
-        target = handler.target
         handler.close()
-        if target is not None:
-            target.close()
 
 
 class RunLog(Callback):

@@ -80,7 +80,7 @@ class MeanScore(WeightedMean):
 
 
 class _MeanOfShares:
-    """The mean of a score of decisions over the classes that samples have, or with `predicted` have or are given."""
+    """The mean of a score of decisions over the classes of samples, or with `predicted` also over those predicted."""
 
     predicted = False
     _final_state: Callable[[], tuple[Tensor, Tensor, Tensor, Tensor]]
@@ -118,23 +118,21 @@ class MeanLabelF1(_MeanOfShares, tm.MultilabelF1Score):
 
 
 class _MeanOfRanks:
-    """The mean of a score of ranked probabilities over the classes for which it is defined."""
+    """The mean of a score of ranked probabilities over the classes that samples have."""
 
     preds: Any  # the states of torchmetrics' curves: probabilities [N, C], and classes [N] or labels [N, C]
     target: Any
     score: Callable[..., Tensor] = staticmethod(binary_average_precision)
+    needs_others = False  # whether the score also needs samples without the class
 
     def compute(self) -> Any:  # a Tensor; torchmetrics' curves are typed so
         probabilities, wanted = dim_zero_cat(self.preds), dim_zero_cat(self.target)
         scores = []
         for number, ranked in enumerate(probabilities.T):
             there = wanted == number if wanted.ndim == 1 else wanted[:, number] > 0
-            if self._defined(int(there.sum()), len(there)):
+            if there.any() and not (self.needs_others and there.all()):
                 scores.append(type(self).score(ranked, there.long(), **_OWN))
         return torch.stack(scores).mean() if scores else probabilities.new_full((), torch.nan)
-
-    def _defined(self, positives: int, samples: int) -> bool:
-        return positives > 0
 
 
 class MeanAveragePrecision(_MeanOfRanks, tm.MulticlassAveragePrecision):
@@ -149,9 +147,7 @@ class _MeanOfAreas(_MeanOfRanks):
     """The mean area below the curves of classes that some samples have, and not all."""
 
     score = staticmethod(binary_auroc)
-
-    def _defined(self, positives: int, samples: int) -> bool:
-        return 0 < positives < samples
+    needs_others = True
 
 
 class MeanAUROC(_MeanOfAreas, tm.MulticlassAUROC):
@@ -169,8 +165,7 @@ def _make(metric: Callable[..., Metric], **options: Any) -> Make:
     return partial(metric, **options, **_OWN)
 
 
-# The metrics of every run, and those that are measured only if they are named. Averages are macro: the mean over the
-# classes that the samples have. For f1 and precision it includes classes that are only predicted, as 0.
+# Averages are macro: over the classes of the samples. In f1 and precision, classes that are only predicted count as 0.
 ONE_LABEL: Mapping[str, Make] = {
     "top1": _make(tm.MulticlassAccuracy, average="micro"),
     "top5": _make(tm.MulticlassAccuracy, top_k=_FIRST, average="micro"),
@@ -202,7 +197,7 @@ SEVERAL_LABELS_MORE: Mapping[str, Make] = {
 
 
 class Tables(NamedTuple):
-    """The metrics of a task by name: those of every run, and those that are measured only if they are named."""
+    """The metrics of a task by name: of every run, and only on request (`task.metrics`)."""
 
     always: Mapping[str, Make]
     more: Mapping[str, Make]
@@ -218,10 +213,10 @@ TABLES: Mapping[bool, Tables] = {
 def check_metrics(
     metric: str, chosen: Mapping[str, Any], *, multi_label: bool, tables: Mapping[bool, Tables] = TABLES
 ) -> None:
-    """Raise ValueError for names of metrics that do not exist, before the data is opened."""
+    """Raise ValueError for unknown names in `chosen` (`task.metrics`) and `metric` (`task.metric`)."""
     always, more = tables[multi_label]
     known = [LOSS, *always, *more, *(name for name, node in chosen.items() if isinstance(node, Mapping))]
-    for name in (*(name for name, node in chosen.items() if node is True), metric.removeprefix("val/")):
+    for name in (*(name for name, node in chosen.items() if node is True), metric.rpartition("/")[2]):
         if name not in known:
             raise ValueError(f"{name} names no metric: choose one of {', '.join(dict.fromkeys(known))}")
 
@@ -236,30 +231,25 @@ def make_metrics(
 ) -> dict[str, Metric]:
     """The metrics of every run, those in `chosen` (`task.metrics`), and `metric` (`task.metric`).
 
-    `tables` are the task's, for one label and for several. `top5` needs more than five classes. ValueError for a metric
-    for the other form of targets, and for an unknown name.
+    `tables` are by `multi_label`. `top5` needs more than five classes. ValueError for an unknown name, and for a metric
+    that does not fit the form of the targets.
     """
     always, more = tables[multi_label]
     if num_classes <= _FIRST:
         always, more = ({name: make for name, make in one.items() if name != "top5"} for one in (always, more))
+    chosen, metric = chosen or {}, metric or LOSS
+    check_metrics(metric, chosen, multi_label=multi_label, tables={multi_label: Tables(always, more)})
+    named = [*(name for name, node in chosen.items() if node is True), metric.rpartition("/")[2]]
     made = {name: make(num_classes) for name, make in always.items()}
-    named = [name for name, node in (chosen or {}).items() if node is True]
-    if metric is not None:
-        named.append(metric.rpartition("/")[2])
     made |= {name: more[name](num_classes) for name in named if name in more}
-    for name, node in (chosen or {}).items():
+    for name, node in chosen.items():
         if isinstance(node, Mapping):
             made[name] = _build(node, f"task.metrics.{name}", num_classes, multi_label=multi_label)
-    if unknown := next((name for name in named if name not in made and name != LOSS), None):
-        raise ValueError(f"{unknown} names no metric: choose one of {', '.join([LOSS, *made, *more])}")
     return made
 
 
 def _build(node: Mapping[str, Any], place: str, num_classes: int, *, multi_label: bool) -> Metric:
-    """A metric of torchmetrics for the classes of the data.
-
-    A metric for the other form of targets would read the labels of all samples as classes 0 and 1.
-    """
+    """A metric of torchmetrics. ValueError for the other form of targets: it would read labels as classes 0 and 1."""
     function = targets.find(node, METRICS, place)
     other = ("Multiclass", "Binary") if multi_label else "Multilabel"
     if function.__name__.startswith(other) or (_is_binary(function) and num_classes != 2):
@@ -273,18 +263,16 @@ def _build(node: Mapping[str, Any], place: str, num_classes: int, *, multi_label
 
 
 def _is_binary(metric: Any) -> bool:
-    """True for a metric of the second one of two classes, by its name in torchmetrics."""
-    cls = metric if inspect.isclass(metric) else type(metric)
-    return any(
-        base.__module__.startswith("torchmetrics.") and base.__name__.startswith("Binary") for base in cls.__mro__
-    )
+    """True for a metric, or its class, of the second one of two classes."""
+    bases = metric.__mro__ if inspect.isclass(metric) else type(metric).__mro__
+    return any(base.__module__.startswith("torchmetrics.") and base.__name__.startswith("Binary") for base in bases)
 
 
 def update_metrics(metrics: Mapping[str, Any], probabilities: Tensor, decisions: Tensor, wanted: Tensor) -> None:
-    """Add samples, maybe none, to metrics except `loss`: probabilities `[N, C]`, and the `decisions` about them.
+    """Add N samples, 0 or more, to metrics except `loss`: probabilities `[N, C]`, and the `decisions` about them.
 
-    Metrics with lists need empty batches, too: torchmetrics can gather the lists of several processes only if each
-    process has the shape and the type of their entries. The others refuse empty batches.
+    Metrics that keep lists need empty batches, too: torchmetrics gathers lists only if every process has an entry.
+    Other metrics refuse empty batches.
     """
     for name, metric in metrics.items():
         keeps_lists = any(isinstance(state, list) for state in metric.metric_state.values())
@@ -306,13 +294,10 @@ def decide(probabilities: Tensor, thresholds: Tensor | None, *, multi_label: boo
     A label is given if its probability is at least its threshold, `[C]`, by default 1/2. With a threshold `[1]` for two
     classes, the second one is chosen if its probability is at least the threshold. Else the likeliest class is chosen.
     """
-    if thresholds is not None:
-        thresholds = thresholds.to(probabilities.device)
-    if multi_label:
-        return (probabilities >= (HALF if thresholds is None else thresholds)).long()
     if thresholds is None:
-        return probabilities.argmax(dim=1)
-    return (probabilities[:, 1] >= thresholds).long()
+        return (probabilities >= HALF).long() if multi_label else probabilities.argmax(dim=1)
+    accepted = probabilities if multi_label else probabilities[:, 1]
+    return (accepted >= thresholds.to(probabilities.device)).long()
 
 
 def choose_threshold(scores: Tensor, targets: Tensor, criterion: Criterion) -> float:
@@ -370,9 +355,7 @@ class Scores(Metric):
     def choose(self, criterion: Criterion, *, multi_label: bool) -> Tensor:
         """Thresholds of the labels `[C]`, or of the second one of two classes `[1]`, on all processes' samples."""
         probabilities, targets = self.compute()
-        if multi_label:
-            pairs = zip(probabilities.T, targets.T, strict=True)
-        else:
-            pairs = zip([probabilities[:, 1]], [targets], strict=True)
-        chosen = [choose_threshold(scores, wanted, criterion) for scores, wanted in pairs]
-        return torch.tensor(chosen)
+        if not multi_label:
+            probabilities, targets = probabilities[:, 1:2], targets.unsqueeze(1)
+        pairs = zip(probabilities.T, targets.T, strict=True)
+        return torch.tensor([choose_threshold(scores, wanted, criterion) for scores, wanted in pairs])

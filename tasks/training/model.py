@@ -19,7 +19,7 @@ from longseq.tasks.data.labels import name_some
 if TYPE_CHECKING:
     from longseq.tasks.training.checkpoint import Loaded
 
-_HEAD = "?"  # no parameter has this name: it stands for those outside the numbered layers
+_HEAD = "?"  # no parameter has this name; its layer is the one after the blocks
 _AVERAGE = "running_mean"  # a buffer of batch norms only
 
 # What a user should know about the trained weights that a model took.
@@ -44,18 +44,12 @@ class TaskModel(ABC):
         return _NOTES.get(model, [])
 
     def initialize(self, model: nn.Module, trained: nn.Module) -> None:
-        """Copy the weights of `trained`; a head with other shapes keeps its initial weights, and a note says so.
-
-        ValueError if other shapes differ, too.
-        """
+        """Copy the weights of `trained`; only a head may have other shapes, and keeps its initial weights."""
         if copy_weights(model, trained.state_dict()):
             note(model, "the head is new: the weights have one with other shapes")
 
     def start_from(self, model: nn.Module, loaded: Loaded, info: Any) -> None:
-        """Copy the weights of the checkpoint or folder that `init` names, for the data of `info`.
-
-        ValueError if its model or the data of its training do not fit.
-        """
+        """Copy the weights of `loaded`, which `init` names. ValueError if its model or data do not fit `info`."""
         self.initialize(model, loaded.backbone)
 
     def untrained(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -75,7 +69,7 @@ class TaskModel(ABC):
         return {}
 
     def check_reads(self, model: nn.Module, trained: Any, found: Any) -> None:
-        """Raise ValueError if a model, trained on data with the info `trained`, cannot read that of `found`."""
+        """Raise ValueError if a model, trained on data with the info `trained`, cannot read the data of `found`."""
         return
 
 
@@ -85,7 +79,7 @@ def note(model: nn.Module, line: str) -> None:
 
 
 def note_new_head(model: nn.Module, own: Sequence[str], theirs: Sequence[str]) -> None:
-    """Note that the head is new, as the classes `own` of the data are not those of the weights."""
+    """Note that the head is new, since the data have the classes `own` and the weights `theirs`."""
     others = f"and the weights have {name_some(theirs)}" if theirs else "and the weights name none"
     note(model, f"the head is new: the classes are {name_some(own)}, {others}")
 
@@ -97,25 +91,20 @@ def refuse_difference(own: Mapping[str, Any], its: Mapping[str, Any], ignored: C
 
 
 def copy_weights(model: nn.Module, state: Mapping[str, Tensor]) -> bool:
-    """Load `state`; the head (`model.get_classifier()`, if there is one) keeps its weights if the shapes differ.
+    """Load `state`, except a head (`model.get_classifier()`) whose shapes differ; True if some of it was left out.
 
-    True if some of the head's weights were kept. ValueError if other weights differ.
+    ValueError if other weights differ.
     """
     classifier = getattr(model, "get_classifier", nn.Identity)()
     head = tuple(f"{name}." for name, module in model.named_modules() if name and module is classifier)
-    wanted = {key: value.shape for key, value in model.state_dict().items()}
-    kept = {
-        key: value
-        for key, value in state.items()
-        if not (key.startswith(head) and key in wanted and value.shape != wanted[key])
-    }
-    found = {key: value.shape for key, value in kept.items()}
-    differing = sorted(key for key in wanted.keys() | found.keys() if wanted.get(key) != found.get(key))
-    differing = [key for key in differing if not (key.startswith(head) and key not in found)]
+    own = model.state_dict()
+    fitting = {key: value for key, value in state.items() if key in own and value.shape == own[key].shape}
+    differing = sorted((own.keys() | state.keys()) - fitting.keys())
+    differing = [key for key in differing if key not in own or not key.startswith(head)]
     if differing:
         raise ValueError(f"init: {len(differing)} weights do not fit the model, {differing[0]} first")
-    model.load_state_dict(kept, strict=False)
-    return not kept.keys() >= wanted.keys()
+    model.load_state_dict(fitting, strict=False)
+    return fitting.keys() != own.keys()
 
 
 def mixer_options(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -131,10 +120,7 @@ def mixer_options(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def values_in_force(config: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """The configuration with the values of `model` in place of keys that are null.
-
-    Choices that a timm model makes stay null, as it does not report them.
-    """
+    """The configuration with the values of `model` in place of keys that are null."""
     built = _arguments(model)
     options = built.get("mixer_options") or {}
     # A configuration has the options of a mixer in the group of the mixer.
@@ -172,8 +158,7 @@ def _fill(keys: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
 def freeze(model: nn.Module, part: int | str | None) -> None:
     """Exclude a part of a model's parameters from training (`recipe.freeze`).
 
-    Layers are those of the model's `group_matcher`, as for timm's layer-wise learning rates. Frozen batch norms are in
-    evaluation mode and keep their statistics.
+    Layers are from the model's `group_matcher`. Frozen batch norms are in evaluation mode and keep their statistics.
 
     Args:
         part: a number N for the embeddings and the first N blocks, `embeddings`, `body` for everything but the head

@@ -20,23 +20,11 @@ from longseq.plugins import check_loaded
 from longseq.tasks.data.info import Info
 from longseq.tasks.data.module import TaskData
 from longseq.tasks.data.sampler import derive_seed, seed_generators
+from longseq.tasks.training import schedule
 from longseq.tasks.training.checkpoint import known_data
 from longseq.tasks.training.distributed import UpdateMean, gradient_norm, multiply_gradients, updated
 from longseq.tasks.training.logger import log_metrics
 from longseq.tasks.training.recipe import Training
-from longseq.tasks.training.schedule import (
-    Epoch,
-    build_schedule,
-    can_fuse,
-    check_end,
-    check_epoch,
-    count_epoch,
-    count_updates,
-    epoch_of_loader,
-    is_constant_rate,
-    set_length,
-    step_schedule,
-)
 
 # Lightning's precisions that keep the weights, and the sums and averages of them, in half precision.
 _HALF_WEIGHTS = ("16-true", "bf16-true", "transformer-engine", "transformer-engine-float16")
@@ -54,9 +42,9 @@ class TrainedModule(LightningModule):
     run has the same number of targets, it returns the mean loss of its batch. Otherwise `count_targets` returns the
     number of targets, and the step returns `mean_of_update` of its summed loss.
 
-    The schedule is stepped after each update. Any loader of Lightning works: `read_batch` brings its batches to the
-    form of the task. Checkpoints hold `info`, which describes the data, and the description of a model of a registered
-    kind (see `longseq.models`): they load without the configuration of the run.
+    Any loader works: `read_batch` brings its batches to the form of the task. Checkpoints hold `info`, which describes
+    the data, and the description of a model of a registered kind (see `longseq.models`), and load without the run's
+    configuration.
 
     Class attributes:
         kept_options: constructor arguments that a checkpoint stores for `load_from_checkpoint`, each an attribute of
@@ -82,7 +70,7 @@ class TrainedModule(LightningModule):
         self._stage: str | None = None  # fit, validate, test or predict, inside the Trainer
         self._update_rate = training.learning_rate if training else 0.0  # of the latest update
         self._gradient_norm = torch.zeros(())  # of the latest update that is logged
-        self._known_epoch: Epoch | None = None
+        self._known_epoch: schedule.Epoch | None = None
         self._reload_every: int | None = None  # the Trainer's reload_dataloaders_every_n_epochs
         self._saved_schedules: list[Mapping[str, Any]] = []  # constant rates in the checkpoint that is continued
         self._saved_update = 0
@@ -91,7 +79,7 @@ class TrainedModule(LightningModule):
 
     @property
     def learning_rate(self) -> float | None:
-        """The highest rate of the training, None without one; Lightning's `Tuner.lr_find` sets the rate it finds."""
+        """The highest rate of the training, if any; Lightning's `Tuner.lr_find` sets it."""
         return self.recipe.learning_rate if self.recipe else None
 
     @learning_rate.setter
@@ -108,7 +96,7 @@ class TrainedModule(LightningModule):
     def from_config(
         cls: type[Self], config: Mapping[str, Any], backbone: nn.Module, info: Any, training: Training | None
     ) -> Self:
-        """The module of a configuration, for a model and the data of `info`; without `training` it only evaluates.
+        """The module of a configuration, for a model and the data of `info`.
 
         A subclass whose constructor takes more than the model and `training` overrides this and `arguments_for`.
         """
@@ -130,8 +118,8 @@ class TrainedModule(LightningModule):
 
         Args:
             map_location: the device of the module; by default the CPU.
-            kwargs: arguments of the constructor that the checkpoint does not hold, or that replace those it holds:
-                `training`, without which the module only measures; `backbone`, for a model of no registered kind.
+            kwargs: further arguments of the constructor, which replace those in the checkpoint: `training`, without
+                which the module only measures; `backbone`, for a model of no registered kind.
 
         Raises:
             ValueError: the file is damaged, or of another task.
@@ -150,7 +138,6 @@ class TrainedModule(LightningModule):
 
     @classmethod
     def _kept(cls, run: Mapping[str, Any]) -> dict[str, Any]:
-        """Values of `kept_options` stored in a checkpoint."""
         return {name: value for name, value in (run.get("options") or {}).items() if name in cls.kept_options}
 
     @property
@@ -159,10 +146,7 @@ class TrainedModule(LightningModule):
         return self._stage == TrainerFn.PREDICTING
 
     def read_batch(self, batch: Any) -> Any:
-        """The pair (inputs, targets) for the steps of this module from a batch of any loader; a pair stays as it is.
-
-        A subclass may take other batches, and raises ValueError for the rest.
-        """
+        """The pair (inputs, targets) of a batch of any loader; subclasses may take other batches than pairs."""
         return batch
 
     def _read_before_transfer(self, batch: Any, dataloader_idx: int) -> Any:
@@ -175,12 +159,12 @@ class TrainedModule(LightningModule):
         return self.evaluate_batch(self.read_batch(batch), self.test_metrics, "test")
 
     def evaluate_batch(self, batch: Any, metrics: Any, stage: str) -> Any:
-        """Update the metrics of a stage, val or test, and log them; a process's part of a batch may be empty.
-
-        A subclass defines this, or only `update_metrics`.
-        """
+        """Update and log the metrics of a stage, val or test; a process's part of a batch may be empty."""
         if len(batch[1]):
             self.update_metrics(batch, metrics)
+        self._log_metrics(metrics, stage)
+
+    def _log_metrics(self, metrics: Mapping[str, Any], stage: str) -> None:
         for name, metric in metrics.items():
             self.log(f"{stage}/{name}", metric, on_step=False, on_epoch=True)
 
@@ -189,30 +173,21 @@ class TrainedModule(LightningModule):
         raise NotImplementedError
 
     def higher_is_better(self, name: str, key: str) -> bool:
-        """True if higher values of a validation metric, such as `val/loss`, are better.
-
-        ValueError, which names `key`, if the module has no such metric or the metric does not state it.
-        """
-        known = {metric: better for metric, better in self.directions().items() if metric.startswith("val/")}
+        """True if higher values of a metric, such as `val/loss`, are better. ValueError, naming `key`, if unknown."""
+        known = self.directions()
         if name not in known:
-            raise ValueError(f"{key}={name} is never measured: choose one of {', '.join(known)}")
+            raise ValueError(f"{key}={name} is no metric of this run")
         return known[name]
 
     def directions(self) -> dict[str, bool]:
         """For each metric that states it, such as `val/loss` and `test/loss`: True if higher values are better."""
-        stages = {"val": self.val_metrics, "test": self.test_metrics}
-        return {
-            f"{stage}/{name}": bool(metric.higher_is_better)
-            for stage, metrics in stages.items()
-            for name, metric in metrics.items()
-            if metric.higher_is_better is not None
-        }
+        named = {f"val/{name}": metric for name, metric in self.val_metrics.items()}
+        named |= {f"test/{name}": metric for name, metric in self.test_metrics.items()}
+        directions = {name: metric.higher_is_better for name, metric in named.items()}
+        return {name: bool(better) for name, better in directions.items() if better is not None}
 
     def compiled(self, forward: Callable[..., Result], **options: Any) -> Callable[..., Result]:
-        """`forward` for training steps; compiled with these options of `torch.compile` if the training sets it.
-
-        It is a function and not a module, so that the checkpoint holds the weights once.
-        """
+        """`forward` for training steps, compiled with `options` if the training sets `compile_mode`."""
         mode = self.recipe.compile_mode if self.recipe else None
         return forward if mode is None else torch.compile(forward, mode=mode, **options)
 
@@ -232,7 +207,7 @@ class TrainedModule(LightningModule):
         check_continues(self.backbone, checkpoint.get(CHECKPOINT_CONFIG))
         config = (checkpoint.get(CHECKPOINT_RUN) or {}).get("config") or {}
         if trainer is not None and not trainer.fast_dev_run and "trainer" in config:
-            check_epoch(config["trainer"], trainer, data)
+            schedule.check_epoch(config["trainer"], trainer, data)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self._stage != TrainerFn.FITTING:
@@ -241,12 +216,12 @@ class TrainedModule(LightningModule):
         trainer: Any = self.trainer
         self.check_continues(checkpoint, trainer, trainer.datamodule)
         saved = checkpoint.get("lr_schedulers") or []
-        self._saved_schedules = [state for state in saved if is_constant_rate(state)]
+        self._saved_schedules = [state for state in saved if schedule.is_constant_rate(state)]
         self._saved_update = checkpoint["global_step"]
-        if self._saved_update == self.last_update:  # whose validation may be due
+        if self._saved_update == self.last_update:  # its validation may be due
             self._validate_at_end()
-        # A constant rate depends on the update only, and this run may end elsewhere.
-        checkpoint["lr_schedulers"] = [{} if is_constant_rate(state) else state for state in saved]
+        # A constant rate depends only on the update, and this run may have another length.
+        checkpoint["lr_schedulers"] = [{} if schedule.is_constant_rate(state) else state for state in saved]
         self._check_ends()
 
     def on_fit_start(self) -> None:
@@ -255,9 +230,9 @@ class TrainedModule(LightningModule):
     def _check_ends(self) -> None:
         # A sharded model loads its checkpoint after on_fit_start, others before they have a schedule.
         own = [config.scheduler.state_dict() for config in self.trainer.lr_scheduler_configs]
-        own = [state for state in own if is_constant_rate(state)]
+        own = [state for state in own if schedule.is_constant_rate(state)]
         for states in zip(self._saved_schedules, own, strict=False):
-            check_end(self._saved_update, *states)
+            schedule.check_end(self._saved_update, *states)
 
     def on_train_start(self) -> None:
         if self._reload_every is not None:
@@ -268,11 +243,11 @@ class TrainedModule(LightningModule):
         is_empty = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready == 0
         self._empty_epochs = self._empty_epochs + 1 if is_empty else 0
         if self.trainer.max_epochs == -1 and self._empty_epochs > 1:
-            # Lightning would ask an exhausted stream forever. One epoch is empty where a loader resumes at its end.
+            # Lightning would read an exhausted stream forever. A loader that resumes at its end has one empty epoch.
             raise ValueError(f"the training loader gives no more batches after update {self.global_step}")
 
     def observe(self, batch: Any, examples: int) -> None:
-        """Run the first examples of a batch through the body of the model, for the reports of its mixers."""
+        """Run the first examples of a batch through the body of the model, for `Telemetry`."""
         read: Any = getattr(self.backbone, "forward_features", self.backbone)
         read(batch[0][:examples])
 
@@ -281,10 +256,10 @@ class TrainedModule(LightningModule):
         return None
 
     def seed_batch(self, batch_idx: int) -> tuple[int, int]:
-        """Seed the draws of a training step; returns the number of the update in the run, and the part of its batch.
+        """Seed the draws of a training step by (seed, update, part); returns the update and the part.
 
-        An effective batch has as many parts as there are processes times accumulated batches (see `UpdateSampler`).
-        Draws are a function of (seed, update, part), also if other processes take the parts in a resumed run.
+        An effective batch has as many parts as there are processes times accumulated batches (see `UpdateSampler`). A
+        resumed run on another number of devices has the same draws.
         """
         trainer = self.trainer
         accumulate, batches = trainer.accumulate_grad_batches, trainer.num_training_batches
@@ -297,26 +272,26 @@ class TrainedModule(LightningModule):
         return update, part
 
     def count_targets(self, batch: Any) -> Tensor | int | None:
-        """The number of targets over which a training batch's loss is summed; None if all batches have the same number.
+        """The number of targets over which a batch's loss is summed; None if all batches have the same number.
 
-        A tensor `[]` on the batch's device avoids waiting for the device.
+        Preferably a tensor `[]` on the batch's device, for which nothing waits.
         """
         return None
 
     def mean_of_update(self, loss: Tensor) -> Tensor:
-        """The result of a training step, from the loss `[]` summed over the batch's targets; logs `train/loss`.
+        """The result of a training step, from the loss `[]` summed over the batch's targets (see `count_targets`).
 
-        The update then has the gradient of the mean over all its targets, of every process and accumulated batch; the
-        logged value is this mean. The module must have `count_targets`.
+        The update has the gradient of the mean over its targets, of all processes and accumulated batches. `train/loss`
+        is this mean.
         """
         assert self._mean is not None, f"{type(self).__name__}.count_targets gives None"
         return self._mean.scale(loss)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
         if self.last_update is not None and self.global_step >= self.last_update:
-            # Lightning ends runs after epochs: from a checkpoint of the last update, within one, it would go on.
+            # Lightning ends runs only after epochs, and would go on from a checkpoint of the last update.
             self.trainer.should_stop = True
-            return -1  # the rest of the epoch is left out
+            return -1  # skips the rest of the epoch
         count = self.count_targets(self.read_batch(batch))
         if count is not None:
             self._mean = self._mean or UpdateMean()
@@ -326,37 +301,35 @@ class TrainedModule(LightningModule):
         return None
 
     def on_after_backward(self) -> None:
-        # before anything reads or clips the gradients of the update
         batch_idx, accumulate = self.trainer.fit_loop.batch_idx, self.trainer.accumulate_grad_batches
         if accumulate == 1 or not updated(self.trainer, batch_idx):
             return
         parts = batch_idx % accumulate + 1
         if self._mean is not None:
             self._mean.correct(self.parameters(), accumulate)
-        elif parts < accumulate:  # in the last update of an epoch; Lightning divides by the number of a whole one
+        elif parts < accumulate:  # the last update of an epoch; Lightning has divided by `accumulate`
             multiply_gradients(self.parameters(), accumulate / parts)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         if (loss := self._loss_of_update()) is not None:
             self.log("train/loss", loss)
-        # When the batch ends, the schedule has already set the next update's rate.
+        # At the end of the batch, the schedule has set the next update's rate.
         self._update_rate = max(group["lr"] for group in optimizer.param_groups)
         if self._logs_update(self.global_step + 1):
             self._gradient_norm = gradient_norm(optimizer)
         if self.global_step + 1 == self.last_update:
-            # The run ends here, with a validation. This is set before the callbacks of the batch run.
+            # The run ends here, with a validation.
             self._validate_at_end()
             ends_epoch = self.trainer.check_val_every_n_epoch is not None and self.trainer.is_last_batch
             if not ends_epoch or not self._epoch().counted:  # otherwise Lightning counts the epochs itself
                 self.trainer.should_stop = True
 
     def _validate_at_end(self) -> None:
-        """Validate after the last update, also in an epoch between two that are validated."""
         if self.trainer.check_val_every_n_epoch is not None:
             self.trainer.check_val_every_n_epoch = 1
 
     def _loss_of_update(self) -> Tensor | None:
-        """The loss of the update over all processes, which is logged; None for a step that logs its own."""
+        """The loss of the update over all processes; None if the training step logs its own."""
         return None if self._mean is None else self._mean.find_mean()
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -371,8 +344,7 @@ class TrainedModule(LightningModule):
     def setup(self, stage: str) -> None:
         """Set the Trainer's length and validation interval, if `Training.length` defines them.
 
-        ValueError if the Trainer keeps weights in half precision: small updates would be lost, an average of weights
-        would not move, and a metric's sum of samples would stop at 256.
+        ValueError for weights in half precision, which lose small updates, as do averages of weights and metrics.
         """
         trainer, data = self.trainer, self.trainer.datamodule  # type: ignore[attr-defined]
         if trainer.precision in _HALF_WEIGHTS:
@@ -382,17 +354,16 @@ class TrainedModule(LightningModule):
         self._stage, self._known_epoch, self._empty_epochs = stage, None, 0
         if self.info is None and isinstance(getattr(data, "info", None), Info):
             self.info = data.info
-        # Callbacks get batches in the form of the task. As a method of the class, this hook would make Lightning warn
-        # of data modules; one with `on_after_batch_transfer` gets its own batches there.
+        # Callbacks get batches in the form of the task. As a method of the class, this hook would make Lightning warn.
+        # A user's data module with `on_after_batch_transfer` gets its own batches there.
         self.__dict__.pop("on_before_batch_transfer", None)
         if data is None or not (isinstance(data, TaskData) or is_overridden("on_after_batch_transfer", data)):
             self.on_before_batch_transfer = self._read_before_transfer  # type: ignore[method-assign]
         if stage == TrainerFn.FITTING:
             length = self.recipe.length if self.recipe else None
-            self._saved_schedules = []
-            self.last_update = None  # of an earlier fit
+            self._saved_schedules, self.last_update = [], None
             if length is not None and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-                self.last_update = set_length(trainer, length, self._epoch())
+                self.last_update = schedule.set_length(trainer, length, self._epoch())
 
     def teardown(self, stage: str) -> None:
         self._stage = None
@@ -402,16 +373,17 @@ class TrainedModule(LightningModule):
         if recipe is None:
             raise ValueError(f"this {type(self).__name__} only measures: give it training=Training(...)")
         scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None
-        options = {"fused": True} if self.device.type == "cuda" and not scaled and can_fuse(recipe.optimizer) else {}
-        optimizer = recipe.optimizer(self.backbone, lr=recipe.learning_rate, **options)
+        fused = self.device.type == "cuda" and not scaled and schedule.can_fuse(recipe.optimizer)
+        optimizer = recipe.optimizer(self.backbone, lr=recipe.learning_rate, **({"fused": True} if fused else {}))
         epoch = self._epoch()
-        scheduler = build_schedule(recipe, optimizer, epoch, count_updates(self.trainer, recipe, epoch))
+        updates = schedule.count_updates(self.trainer, recipe, epoch)
+        scheduler = schedule.build_schedule(recipe, optimizer, epoch, updates)
         if scheduler is None:
             return optimizer
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
-        step_schedule(scheduler, self.global_step)
+        schedule.step_schedule(scheduler, self.global_step)
 
     def configure_gradient_clipping(
         self,
@@ -421,8 +393,7 @@ class TrainedModule(LightningModule):
     ) -> None:
         plugin = self.trainer.precision_plugin
         if gradient_clip_val and isinstance(plugin, MixedPrecision) and plugin.scaler is None:
-            # Lightning's plugin refuses fused optimizers, because with a loss scaler they unscale gradients after these
-            # are clipped. bfloat16 has no scaler.
+            # Lightning refuses fused optimizers, which unscale gradients after clipping. bfloat16 has no scaler.
             algorithm = GradClipAlgorithmType(gradient_clip_algorithm or "norm")
             Precision.clip_gradients(plugin, optimizer, gradient_clip_val, algorithm)
         else:
@@ -434,22 +405,18 @@ class TrainedModule(LightningModule):
         epochs = round(self.global_step / self._epoch().updates, 3)
         return int(epochs) if epochs == int(epochs) else epochs
 
-    def _epoch(self) -> Epoch:
+    def _epoch(self) -> schedule.Epoch:
         """The updates and tokens of an epoch; counted once, because a stream is opened for it."""
         if self._known_epoch is None:
-            data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
-            self._known_epoch = count_epoch(self.trainer, data) or self._count_loader()
+            trainer: Any = self.trainer
+            self._known_epoch = schedule.count_epoch(trainer, trainer.datamodule) or self._count_loader(trainer)
         return self._known_epoch
 
-    def _count_loader(self) -> Epoch:
+    def _count_loader(self, trainer: Any) -> schedule.Epoch:
         """The epoch of a user's loader, or of a data module that does not count its batches."""
-        trainer: Any = self.trainer
-        if trainer.limit_train_batches == 0:
-            return Epoch(1)  # Lightning trains nothing, and makes no loader
         trainer.fit_loop.setup_data()
-        # Lightning makes the loader anew when the fit begins, with the validation interval of this run, and loads a
-        # checkpoint's state into it only then.
+        # When the fit begins, Lightning makes the loader anew and loads a checkpoint's state into it.
         if self._reload_every is None:
             self._reload_every = trainer.reload_dataloaders_every_n_epochs
         trainer.reload_dataloaders_every_n_epochs = -1
-        return epoch_of_loader(trainer, self.recipe)
+        return schedule.epoch_of_loader(trainer, self.recipe)

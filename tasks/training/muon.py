@@ -16,11 +16,7 @@ _OURS = "muon"  # the key of parameter groups that is True for Muon's
 
 
 class Muon(torch.optim.Muon):
-    """torch's Muon with updates of AdamW's size, and with float32 products on a processor.
-
-    torch makes matrices orthogonal in bfloat16, which is 10 to 27 times slower on processors without instructions for
-    it.
-    """
+    """torch's Muon with updates of AdamW's size, and on a CPU with float32 products, 10 to 27 times faster there."""
 
     def __init__(self, params: Any, **options: Any) -> None:
         super().__init__(params, **options, adjust_lr_fn="match_rms_adamw")
@@ -30,10 +26,7 @@ class Muon(torch.optim.Muon):
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         if any(parameter.device.type != "cpu" for parameter in parameters):
             return super().step(closure)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             momentum = group["momentum"]
             for parameter in group["params"]:
@@ -53,8 +46,8 @@ class Muon(torch.optim.Muon):
 def orthogonalize(matrix: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
     """About the nearest orthogonal matrix to `matrix [M, N]`, in float32: Newton-Schulz iterations of degree five.
 
-    Results of products are rounded to bfloat16, as in torch: iterations enlarge small singular values, and the
-    roundings with them, several hundred times, so a model would learn differently without them.
+    Products are rounded to bfloat16, as in torch: the iterations amplify roundings, and a model would learn differently
+    without them.
 
     Source: Muon (Jordan et al., 2024): with X = matrix / ‖matrix‖, X ← a X + (b X Xᵀ + c (X Xᵀ)²) X in each step.
     """
@@ -88,12 +81,9 @@ class MuonAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for ours, part in self._parts.items():
-            # A checkpoint that was loaded has replaced the groups and the state of this optimizer.
+            # Loading a checkpoint replaces the groups and the state of this optimizer.
             part.param_groups = [group for group in self.param_groups if group[_OURS] is ours]
             part.state = self.state
             part.step()

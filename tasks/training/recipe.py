@@ -30,7 +30,7 @@ class Training:
             default AdamW.
         schedule: called as `schedule(optimizer, num_epochs=..., warmup_epochs=..., updates_per_epoch=...)`, such as a
             partial of `timm.scheduler.create_scheduler_v2`; by default a cosine to zero. It is stepped after each
-            update, also if it is one of torch's. Give a warm-up here or in `length`.
+            update. Give a warm-up here or in `length`.
         seed: of the random draws.
         compile_mode: compiles the training pass (see `torch.compile`); the first step then takes about a minute.
         hyperparameters: numbers, strings, lists and dictionaries for the checkpoint.
@@ -76,8 +76,7 @@ def device_count(config: Mapping[str, Any]) -> int:
     trainer = config["trainer"]
     devices = trainer.get("devices", 1)
     if devices in ("auto", -1, "-1"):
-        cpu = trainer.get("accelerator") == "cpu"
-        devices = 1 if cpu or not torch.cuda.is_available() else torch.cuda.device_count()
+        devices = 1 if trainer.get("accelerator") == "cpu" else max(1, torch.cuda.device_count())
     elif isinstance(devices, str):
         # as in Lightning: "2" is a number of devices, "0,2" and "2," are their indices
         devices = int(devices) if devices.isdigit() else len([part for part in devices.strip("[]").split(",") if part])
@@ -91,11 +90,7 @@ def device_batch_size(config: Mapping[str, Any]) -> int:
     effective = config["recipe"]["batch_size"]
     parts = device_count(config) * config["trainer"].get("accumulate_grad_batches", 1)
     if effective < parts or effective % parts:
-        nearest = max(parts, round(effective / parts) * parts)
-        raise ValueError(
-            f"recipe.batch_size={effective} does not divide over {parts} = devices x accumulated batches; "
-            f"set recipe.batch_size={nearest}"
-        )
+        raise ValueError(f"recipe.batch_size={effective} does not divide over {parts} = devices x accumulated batches")
     return effective // parts
 
 

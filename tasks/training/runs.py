@@ -10,7 +10,7 @@ import pickle
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from longseq.files import replacing
 from longseq.tasks.data.info import Info
 from longseq.tasks.registry import read_experiment
 from longseq.tasks.training.automatic import as_chosen_before
-from longseq.tasks.training.configuration import command_words, resolve, with_absolute_root
+from longseq.tasks.training.configuration import command_words, flatten, resolve, with_absolute_root
 
 _log = logging.getLogger(__name__)
 
@@ -33,8 +33,7 @@ LOCK_FILE = "run.lock"
 # Data workers of a killed process hold its lock until they end.
 _PATIENCE = 5.0  # seconds
 
-# Keys that a resumed run may change: what it prints, where it writes, how fast it is, and how many devices share an
-# effective batch. None of them changes the order of samples.
+# Keys that a resumed run may change, since they do not change its numbers.
 FREE_KEYS = (
     "trainer.accumulate_grad_batches",
     "trainer.devices",
@@ -61,7 +60,7 @@ FREE_KEYS = (
     "plugins",  # a checkpoint names the used ones, a command the declared ones
 )
 
-# Keys that files of `trainer` set for their hardware. A resumed run keeps them unless the command itself gives them.
+# Keys that files of `trainer` set for their hardware. A resumed run keeps them unless the command gives them.
 KEPT_KEYS = ("trainer.log_every_n_steps", "trainer.precision")
 
 # Keys of a run's end. A schedule with a constant rate (wsd) does not depend on them before its decay.
@@ -74,7 +73,7 @@ LENGTH_KEYS = (
     "recipe.schedule.min_lr",
 )
 
-# The folders of this command by the requested name: Hydra resolves a name several times.
+# The folders of this command by requested name; Hydra resolves a name several times.
 _OWN: dict[str, str] = {}
 
 
@@ -101,13 +100,13 @@ def run_folder(fresh: str, *, _root_: DictConfig) -> str:
 def _own(fresh: str) -> str:
     """The folder `fresh`, or FRESH_2 and so on if another command has made it in the same second."""
     if fresh not in _OWN:
-        names = (fresh if number == 1 else f"{fresh}_{number}" for number in count(1))
+        names = chain([fresh], (f"{fresh}_{number}" for number in count(2)))
         _OWN[fresh] = next(name for name in names if not Path(name).exists())
     return _OWN[fresh]
 
 
 def forget_folders() -> None:
-    """Called at the end of a command; the next one in this process gets its own folders."""
+    """Let the next command in this process have its own folders."""
     _OWN.clear()
 
 
@@ -117,7 +116,7 @@ OmegaConf.register_new_resolver("run_folder", run_folder, replace=True)
 def checkpoint_to_resume(config: Mapping[str, Any]) -> Path | None:
     """The checkpoint from which `config.resume` continues; None for a new run.
 
-    ValueError for a checkpoint of another configuration, and if a new run would write to the folder of another one.
+    ValueError for a checkpoint of another configuration, and for a new run in the folder of another one.
     """
     resume, folder = config["resume"], Path(config["output"])
     newest = newest_checkpoint(folder)
@@ -125,13 +124,13 @@ def checkpoint_to_resume(config: Mapping[str, Any]) -> Path | None:
         if newest is not None:
             raise ValueError(f"{folder} holds a run already: give resume=true, or another output")
         return None
-    path = newest if resume is True else Path(resume)
+    named = resume is not True
+    path = Path(resume) if named else newest
     if path is None:
         return None
     saved = saved_config(path)
     if saved is None:
         raise ValueError(f"{path} is not a checkpoint of `longseq train`")
-    named = resume is not True
     wanted = as_begun(config, saved, command_words()) if named else config
     if changed := differences(saved, wanted, named=named):
         shown = "; ".join(f"{key}: {old!r} there, {new!r} here" for key, old, new in changed[:5])
@@ -142,11 +141,10 @@ def checkpoint_to_resume(config: Mapping[str, Any]) -> Path | None:
 def differences(
     saved: Mapping[str, Any], config: Mapping[str, Any], *, named: bool = False
 ) -> list[tuple[str, Any, Any]]:
-    """The keys, with both values, whose difference prevents a resumed run from repeating the first.
+    """The keys, with both values, that make a resumed run different from the run of the checkpoint.
 
-    If the command names the checkpoint (`named`), the run may go on with another accelerator, and with a constant rate
-    (wsd) to another end; the module refuses a checkpoint from within the decay. Values that the first run chose by
-    itself also hold in the second.
+    A command that names the checkpoint (`named`) may change the accelerator, and the end of a run with a constant rate
+    (wsd); the module refuses a checkpoint from within the decay.
     """
     old, new = _inside_the_run(saved), _inside_the_run(as_chosen_before(config, saved))
     free: tuple[str, ...] = FREE_KEYS
@@ -155,7 +153,7 @@ def differences(
         schedules = {config.get("recipe.schedule.sched") for config in (old, new)}
         free += LENGTH_KEYS if schedules == {"wsd"} else ()
     groups = tuple(f"{key}." for key in free)
-    keys = [key for key in sorted(old.keys() | new.keys()) if key not in free and not key.startswith(groups)]
+    keys = [key for key in sorted(old.keys() | new.keys()) if not f"{key}.".startswith(groups)]
     return [(key, old.get(key), new.get(key)) for key in keys if not _alike(key, old, new)]
 
 
@@ -190,8 +188,8 @@ def _inside_the_run(config: Mapping[str, Any]) -> dict[str, Any]:
 def _newest_run(parent: Path, config: Mapping[str, Any]) -> Path | None:
     """The newest unfinished run with this configuration, preferably one that no process holds; else a finished one."""
     found = []
-    for path in parent.glob(f"*/{CONFIG_FILE}"):
-        checkpoint = newest_checkpoint(path.parent)
+    for folder in (path.parent for path in parent.glob(f"*/{CONFIG_FILE}")):
+        checkpoint = newest_checkpoint(folder)
         if checkpoint is None:
             continue
         # Not config.yaml, which also holds the values that the model chose.
@@ -200,11 +198,9 @@ def _newest_run(parent: Path, config: Mapping[str, Any]) -> Path | None:
         except (pickle.UnpicklingError, RuntimeError, EOFError):
             continue  # damaged, or of another program
         if saved is not None and "output" in saved and not differences(saved, config):
-            found.append((checkpoint.stat().st_mtime, path.parent))
-    same = [folder for _, folder in sorted(found, key=lambda run: run[0], reverse=True)]
-    unfinished = [folder for folder in same if finished(folder) is None]
-    free = (folder for folder in unfinished if not is_locked(folder))
-    return next(iter([*free, *unfinished, *same]), None)
+            is_open = finished(folder) is None
+            found.append((is_open, is_open and not is_locked(folder), checkpoint.stat().st_mtime, folder))
+    return max(found)[-1] if found else None
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
@@ -219,16 +215,16 @@ def chosen_in(checkpoint: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_begun(config: Mapping[str, Any], saved: Mapping[str, Any], words: Sequence[str] | None) -> dict[str, Any]:
-    """The configuration with the values of KEPT_KEYS in `saved`, unless `words`, of the command, give them.
+    """The configuration with the values of KEPT_KEYS in `saved`, unless `words` of the command give them.
 
-    Without a command (None) the configuration stays as it is.
+    Without a command (`words` is None) the configuration stays as it is.
     """
-    earlier = saved.get("trainer")
-    if words is None or not isinstance(earlier, Mapping):
+    if words is None:
         return dict(config)
     given = {word.lstrip("+~").partition("=")[0] for word in words}
-    kept = [key.removeprefix("trainer.") for key in KEPT_KEYS if key not in given]
-    return {**config, "trainer": {**config["trainer"], **{name: earlier[name] for name in kept if name in earlier}}}
+    earlier = {f"trainer.{name}": (name, value) for name, value in saved.get("trainer", {}).items()}
+    kept = dict(earlier[key] for key in KEPT_KEYS if key in earlier and key not in given)
+    return {**config, "trainer": {**config["trainer"], **kept}}
 
 
 def contents_of(checkpoint: Path) -> dict[str, Any]:
@@ -251,10 +247,7 @@ def saved_config(checkpoint: Path) -> dict[str, Any] | None:
 
 
 def check_data(checkpoint: Path, info: Info) -> None:
-    """ValueError if a run would go on with data of another meaning, such as other classes; warns of other samples.
-
-    Within an epoch, the loader refuses another number of training samples.
-    """
+    """ValueError if a run would go on with data of another meaning, such as other classes; warns of other samples."""
     trained = type(info).from_dict(contents_of(checkpoint)["hyper_parameters"]["data"])
     if (change := info.find_other_meaning(trained)) is not None:
         raise ValueError(f"{checkpoint} was trained on other data: {change}")
@@ -273,19 +266,9 @@ def bring_best(checkpoint: Path, folder: Path) -> None:
 
 
 def _best_score(checkpoint: Path) -> float | None:
-    """The best score of a run at the time of a checkpoint."""
     states = contents_of(checkpoint)["callbacks"].items()
     score = next((state["best_model_score"] for name, state in states if name.startswith("BestCheckpoint")), None)
     return None if score is None else float(score)
-
-
-def flatten(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values of a nested configuration."""
-    if isinstance(config, Mapping) and config:
-        for key, value in config.items():
-            yield from flatten(value, f"{prefix}.{key}" if prefix else str(key))
-    else:
-        yield prefix, config
 
 
 @contextmanager

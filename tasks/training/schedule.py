@@ -24,18 +24,17 @@ _log = logging.getLogger(__name__)
 UNITS = ("epochs", "updates", "tokens")
 WARMUPS = tuple(f"warmup_{unit}" for unit in UNITS)
 
-# The part of a run for its warm-up, if the recipe's warm-up is longer than the run.
+# The warm-up's share of a run, if the recipe's warm-up is longer than the run.
 SHORTENED = 0.1
 
-# The part of a run, after its warm-up, in which a constant rate (wsd) falls unless decay_epochs gives another.
+# The share of a run, after its warm-up, in which a constant rate (wsd) falls, unless decay_epochs is given.
 DECAY = 0.2
 
 
 class Epoch(NamedTuple):
     """The updates in an epoch of the data, and the tokens of an update (None for data without tokens).
 
-    `counted` is False for a loader without a length: `updates` are then those of the whole run, which reads the data as
-    often as it takes.
+    For a loader without a length, `counted` is False and `updates` is the length of the run.
     """
 
     updates: int
@@ -49,15 +48,14 @@ def count_epoch(trainer: Any, data: Any) -> Epoch | None:
     if batches is None:
         return None
     parts, tokens = trainer.accumulate_grad_batches, data.tokens_per_epoch
-    per_update = None if tokens is None else tokens / max(1, math.ceil(batches / parts))
+    per_update = None if tokens is None else tokens / _count_updates(batches, None, parts)
     return Epoch(_count_updates(batches, trainer.limit_train_batches, parts), per_update)
 
 
 def check_epoch(saved: Mapping[str, Any], trainer: Any, data: Any) -> None:
-    """ValueError if a resumed run would have another number of updates in an epoch.
+    """ValueError if a resumed run that accumulates another number of batches has other updates in an epoch.
 
-    `limit_train_batches` counts batches, and an update may have had another number of them. `saved` are the keys of
-    `trainer` in the run of the checkpoint. Data that does not count its batches is not checked.
+    `saved` are the keys of `trainer` in the checkpoint.
     """
     then, now = saved.get("accumulate_grad_batches", 1), trainer.accumulate_grad_batches
     batches = None if then == now else getattr(data, "batches_per_epoch", None)
@@ -66,9 +64,8 @@ def check_epoch(saved: Mapping[str, Any], trainer: Any, data: Any) -> None:
     before = _count_updates(batches // now * then, saved.get("limit_train_batches"), then)
     after = _count_updates(batches, trainer.limit_train_batches, now)
     if before != after:
-        raise ValueError(
-            f"resume: an epoch had {before} updates, and has {after}; give trainer.limit_train_batches={before * now}"
-        )
+        limit = f"trainer.limit_train_batches={before * now}"
+        raise ValueError(f"resume: an epoch had {before} updates, and has {after}; give {limit}")
 
 
 def _count_updates(batches: int, limit: float | None, parts: int) -> int:
@@ -80,7 +77,7 @@ def _count_updates(batches: int, limit: float | None, parts: int) -> int:
 
 @dataclass(frozen=True)
 class Span:
-    """A part of a run: a number of one of UNITS, and the key that gave it."""
+    """A number of epochs, updates or tokens, and the configuration key that gave it."""
 
     count: float
     unit: str
@@ -101,9 +98,8 @@ class Span:
 class RunLength:
     """The length of a run, of its warm-up, and of the interval between validations, each in one unit.
 
-    One of `epochs`, `updates` and `tokens` is given, and at most one warm-up and one interval. By default there is no
-    warm-up, and a validation follows each epoch. Every run ends with a validation. An update trains on an effective
-    batch; tokens are those of all devices.
+    Give one of `epochs`, `updates` and `tokens` (of all devices), and at most one warm-up and one interval; otherwise
+    ValueError. By default there is no warm-up, and a validation follows each epoch. Every run ends with a validation.
     """
 
     epochs: int | None = None
@@ -124,7 +120,7 @@ class RunLength:
 
     @classmethod
     def from_recipe(cls, recipe: Mapping[str, Any]) -> RunLength:
-        """The lengths in a recipe's keys. ValueError for two of one kind, or none of the run."""
+        """The lengths in a recipe's keys."""
         warmup = {name: recipe["schedule"].get(name) for name in WARMUPS}
         own = {field.name: recipe.get(field.name) for field in fields(cls) if field.name not in WARMUPS}
         return cls(**own, **warmup)
@@ -152,25 +148,13 @@ class RunLength:
         if span.in_updates(epoch) < total:
             return span.count if span.unit == "epochs" else span.in_updates(epoch) / epoch.updates
         updates = int(SHORTENED * total)
-        text = "%s=%g is no shorter than the run: the warm-up takes %d of its %d updates"
-        _log.warning(text, span.key, span.count, updates, total)
+        _log.warning("%s is no shorter than the run: the warm-up takes %d of its %d updates", span.key, updates, total)
         return updates / epoch.updates
-
-    def count_validation_epochs(self, epochs: int) -> int:
-        """The epochs between validations, for an interval in epochs and a run of `epochs`."""
-        span = self.validation
-        if span is not None and span.count > epochs:
-            _log.warning("%s=%g is longer than the run: it is validated once, at its end", span.key, span.count)
-            return epochs
-        return int(span.count) if span else 1
 
     def _find(self, prefix: str) -> Span | None:
         place = "recipe.schedule." if prefix == "warmup_" else "recipe."
-        spans = [
-            Span(value, unit, f"{place}{prefix}{unit}")
-            for unit in UNITS
-            if (value := getattr(self, f"{prefix}{unit}")) is not None
-        ]
+        values = {unit: getattr(self, f"{prefix}{unit}") for unit in UNITS}
+        spans = [Span(value, unit, f"{place}{prefix}{unit}") for unit, value in values.items() if value is not None]
         if len(spans) > 1:
             raise ValueError(f"{' and '.join(f'{span.key}={span.count:g}' for span in spans)}: give only one")
         return spans[0] if spans else None
@@ -187,7 +171,7 @@ def set_length(trainer: Any, length: RunLength, epoch: Epoch) -> int:
     if validation is None or validation.unit == "epochs":
         # For a loader without a length, each update may be an epoch.
         most = trainer.fit_loop.max_epochs if epoch.counted else last
-        trainer.check_val_every_n_epoch = length.count_validation_epochs(most)
+        trainer.check_val_every_n_epoch = 1 if validation is None else min(int(validation.count), most)
     else:
         trainer.check_val_every_n_epoch = None
         updates = max(1, round(validation.in_updates(epoch)))
@@ -196,12 +180,11 @@ def set_length(trainer: Any, length: RunLength, epoch: Epoch) -> int:
 
 
 def count_updates(trainer: Any, recipe: Training, epoch: Epoch) -> int:
-    """The updates of a run, by the recipe's length or else by the Trainer's."""
+    """The updates of a run, by the length of the recipe or else of the Trainer."""
     if recipe.length is not None:
         return recipe.length.count_updates(epoch)
-    epochs, steps = trainer.max_epochs, trainer.max_steps
-    counts: list[int] = [epochs * epoch.updates] if epochs is not None and epochs >= 0 else []
-    counts += [steps] if steps >= 0 else []
+    epochs = -1 if trainer.max_epochs is None else trainer.max_epochs
+    counts: list[int] = [count for count in (epochs * epoch.updates, trainer.max_steps) if count >= 0]
     if not counts:
         raise ValueError("a schedule needs an end: give max_epochs, max_steps or RunLength")
     return min(counts)
@@ -235,16 +218,14 @@ def build_schedule(recipe: Training, optimizer: Optimizer, epoch: Epoch, total: 
     """
     options, length = getattr(recipe.schedule, "keywords", {}), recipe.length
     of_timm = getattr(recipe.schedule, "func", recipe.schedule) is create_scheduler_v2
-    warmup = options.get("warmup_epochs") or (length.count_warmup_epochs(epoch) if length is not None else 0)
+    warmup = options.get("warmup_epochs") or (0 if length is None else length.count_warmup_epochs(epoch))
     in_epochs = length is not None and length.warmup is not None and length.warmup.unit == "epochs"
     uses_epochs = options.get("warmup_epochs") or in_epochs or options.get("sched") in ("step", "multistep")
     if not epoch.counted and uses_epochs:
         raise ValueError("the training loader has no length: give the schedule's spans in updates")
     epochs = total / epoch.updates
-    lengths: dict[str, Any] = {
-        "num_epochs": int(epochs) if epochs == int(epochs) else epochs,
-        "updates_per_epoch": epoch.updates,
-    }
+    whole = int(epochs) if epochs == int(epochs) else epochs
+    lengths: dict[str, Any] = {"num_epochs": whole, "updates_per_epoch": epoch.updates}
     if warmup or length is not None:
         lengths["warmup_epochs"] = warmup
     if options.get("sched") == "wsd":
@@ -272,8 +253,7 @@ def step_schedule(scheduler: Any, update: int) -> None:
     if not isinstance(scheduler, LRScheduler):
         scheduler.step_update(update)  # timm's
         return
-    # Torch's schedulers, and Lightning's learning-rate search and averaging, know no rates by layer (`layer_decay`).
-    # Some compute a rate from the one before: each must find the rates that it has set itself.
+    # Schedulers of torch and Lightning ignore `layer_decay`, and some compute a rate from the one that they set before.
     for group in scheduler.optimizer.param_groups:
         group["lr"] /= group.get("lr_scale", 1.0) or 1.0
     scheduler.step()
@@ -292,13 +272,11 @@ def check_end(update: int, saved: Mapping[str, Any], own: Mapping[str, Any]) -> 
     """
     then, now = (state["warmup_t"] + state["t_initial"] - state["decay_t"] for state in (saved, own))
     if then != now and update > min(then, now):
-        raise ValueError(
-            f"resume: another length needs a checkpoint from before update {math.ceil(min(then, now))}, where the rate "
-            "begins to fall"
-        )
+        update = math.ceil(min(then, now))
+        raise ValueError(f"resume: another length needs a checkpoint from before update {update}, where the rate falls")
 
 
 def _scale_by_layer(optimizer: Optimizer) -> None:
-    """Multiply the rates that a scheduler of torch has set by those of the layers (`layer_decay`)."""
+    """Scale the rates that a scheduler of torch has set by layer (`layer_decay`)."""
     for group in optimizer.param_groups:
         group["lr"] *= group.get("lr_scale", 1.0)

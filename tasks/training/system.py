@@ -34,18 +34,12 @@ def usable_cores() -> int:
 
 
 def prepare_data_worker(index: int) -> None:
-    """Give a data worker its own process group, so that signals to the run reach only the trainer.
-
-    The trainer ends its workers as usual in torch, and a worker whose trainer is gone ends within seconds.
-    """
+    """Give a data worker its own process group, so that signals to the run reach only the trainer."""
     os.setpgid(0, 0)
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """The most bytes that tensors of this process have taken on its GPU; on a processor, the whole process.
-
-    None on Windows without a GPU.
-    """
+    """Peak bytes of tensors on the GPU, or of the whole process on a CPU; None on Windows without a GPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if sys.platform == "win32":

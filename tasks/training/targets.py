@@ -58,8 +58,8 @@ def register(
     """Register a class or function that configurations may then name by its last name.
 
     As in timm, an optimizer is called with (model, lr=...) and a schedule with (optimizer, num_epochs=...,
-    updates_per_epoch=...); the others only with their own options. A metric is one of torchmetrics; it also gets
-    num_classes or num_labels if it takes them.
+    updates_per_epoch=...); the others with their own options. A metric, of torchmetrics, also gets num_classes or
+    num_labels if it takes them.
     """
 
     def enter(target: Target) -> Target:
@@ -99,7 +99,7 @@ def is_named(node: Any) -> bool:
 def build_own(node: Mapping[str, Any], key: str, given: Mapping[str, Any] = MappingProxyType({})) -> Any:
     """An object of the plug-in's class that `node` names at the place `key`, with the other keys of `node`.
 
-    `given` are further arguments from the program: the class gets those that it takes and `node` does not give.
+    It also gets the arguments in `given` that its constructor takes.
     """
     cls: Any = plugins.find_class(node[TARGET], PLUGIN_CLASSES[key], f"{key}.{TARGET}")
     options = {name: value for name, value in node.items() if name != TARGET}

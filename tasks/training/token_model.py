@@ -48,15 +48,14 @@ def have_one_tokenizer(one: Mapping[str, Any] | None, other: Mapping[str, Any] |
 
 
 def build_token_model(config: Mapping[str, Any], *, vocab_size: int, longest: int) -> TokenBackbone:
-    """The token model of a configuration; see `build_seeded`."""
+    """The token model of a configuration; `longest` is the longest sequence (see `build_seeded`)."""
     return build_seeded(TokenBackbone, config, longest, vocab_size=vocab_size)
 
 
 def build_seeded(kind: Callable[..., ModelT], config: Mapping[str, Any], longest: int, **given: Any) -> ModelT:
-    """A model with the body that a configuration describes, with weights drawn from `config.seed`.
+    """A model of class `kind` with the options of a configuration and `given`, and weights drawn from `config.seed`.
 
-    `kind` takes the options of `TokenBackbone`; null ones keep its defaults, and the data decides those in `given`.
-    `longest` is the number of learned positions if `model.max_length` is null.
+    Options that are null keep their defaults; `longest` is the number of learned positions by default.
     """
     options = {key: value for key, value in config["model"].items() if key not in ("name", "label")}
     mlp = options.pop("mlp", None)
@@ -80,11 +79,7 @@ class PluginMixers:
         self.checked: set[bool] = set()
 
     def check(self, model: nn.Module, packing: Packing | None, mask: Tensor | None = None) -> None:
-        """Check a model's mixers from plug-ins once, before the first packed or padded batch.
-
-        Raises:
-            ContractError: a mixer mixes sequences.
-        """
+        """Check a model's mixers from plug-ins before the first packed or padded batch. ContractError if one fails."""
         packed, device = packing is not None, next(model.parameters()).device
         if packed in self.checked or (packing is None and mask is None):
             return
@@ -93,8 +88,7 @@ class PluginMixers:
         for kind, layer in layers.items():
             if kind is None or kind.__module__.partition(".")[0] == "longseq":
                 continue
-            # A new layer, in float32: the weights of the model may be shards, its draws belong to the run, and numbers
-            # of half precision differ with the length of a row.
+            # A new layer in float32: the model's weights may be shards, and half precision depends on a row's length.
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
                 own = kind(**layer.arguments).to(device, torch.float32)
             with torch.autocast(device.type, enabled=False):
@@ -102,5 +96,5 @@ class PluginMixers:
 
 
 def _registered_class(mixer: Mixer[Any]) -> type[Mixer[Any]] | None:
-    """The class of a mixer in the registry; sharding gives objects a class derived from it."""
+    """The class of a mixer in the registry; sharding derives another class from it."""
     return next((kind for kind in type(mixer).__mro__ if issubclass(kind, Mixer) and name_of(kind)), None)

@@ -28,15 +28,12 @@ from longseq.tasks.training.module import TrainedModule
 from longseq.tasks.training.recipe import device_count, effective_learning_rate
 from longseq.tasks.training.system import WholeCheckpoints, write_text
 
-# The names that Lightning's Trainer has for its profilers.
-_PROFILERS = {"simple": "SimpleProfiler", "advanced": "AdvancedProfiler", "pytorch": "PyTorchProfiler"}
-
 # The files of the learning-rate curve in the run folder.
 TABLE, PICTURE = "learning_rates.csv", "learning_rates.png"
 
 
 def build_callbacks(config: DictConfig | Config, module: TrainedModule) -> list[Callback]:
-    """The callbacks of every run and of the recipe, then those of `config.callbacks` that are not null.
+    """The callbacks of every run and of the recipe, then those in `config.callbacks` that are not null.
 
     A callback that monitors a metric gets its direction from the metric of `module`, which must have it (ValueError).
     """
@@ -69,8 +66,8 @@ def build_trainer(
 ) -> Trainer:
     """The Trainer of `config.trainer` with the configured loggers; it writes below the folder `config.output`.
 
-    `profile` ends the name of a profiler's report if `trainer.profiler` has no `filename`. In a resumed run, loggers go
-    on after `first_update` updates.
+    `profile` ends the name of a profiler's report if `trainer.profiler` has no `filename`. In a resumed run, loggers
+    continue after `first_update` updates.
     """
     config = resolve(config)
     # A validation before training only costs time.
@@ -80,8 +77,9 @@ def build_trainer(
         for index, node in enumerate(options.pop("plugins", None) or [])
     ]
     options["strategy"] = _build_strategy(config, options.get("strategy", "auto"))
-    options["profiler"] = _build_profiler(options.get("profiler"), profile)
-    return Trainer(
+    if isinstance(options.get("profiler"), Mapping):
+        options["profiler"] = targets.build(options["profiler"], targets.PROFILERS, "trainer.profiler")
+    trainer = Trainer(
         **options,
         # Our data modules divide samples among processes themselves, without padding; for a user's, Lightning does it.
         # The module sets the number of epochs when the fit begins.
@@ -92,6 +90,10 @@ def build_trainer(
         plugins=[WholeCheckpoints(), *plugins],
         default_root_dir=config.get("output"),
     )
+    profiler: Any = trainer.profiler  # type: ignore[attr-defined]
+    if options.get("profiler") is not None and profiler.filename is None:
+        profiler.filename = profile  # otherwise the report goes to Lightning's log, which a run does not show
+    return trainer
 
 
 def _build_strategy(config: Config, strategy: Any) -> Any:
@@ -110,32 +112,17 @@ def _build_strategy(config: Config, strategy: Any) -> Any:
     return targets.build(options, targets.STRATEGIES, "trainer.strategy")
 
 
-def _build_profiler(profiler: Any, filename: str) -> Any:
-    """Lightning's profiler of `trainer.profiler`: a name, or a class with its options."""
-    if isinstance(profiler, str) and profiler in _PROFILERS:
-        profiler = {targets.TARGET: _PROFILERS[profiler]}
-    if not isinstance(profiler, Mapping):
-        return profiler
-    built = targets.build(profiler, targets.PROFILERS, "trainer.profiler")
-    if getattr(built, "filename", "") is None:  # then the report would go to Lightning's log, which a run does not show
-        built.filename = filename
-    return built
-
-
 def find_learning_rate(
     config: Mapping[str, Any], module: TrainedModule, datamodule: TaskData, folder: Path
 ) -> tuple[float, float]:
     """Search the learning rate by Lightning's `Tuner.lr_find` (`recipe.learning_rate=find`).
 
-    The rate rises from update to update (Smith 2015, arXiv:1506.01186); the one at which the smoothed loss falls most
-    steeply is suggested. The search trains `module`, which the run must not use afterwards. The folder receives the
-    curve: learning_rates.csv, and learning_rates.png if matplotlib is installed.
+    The rate rises from update to update (Smith 2015, arXiv:1506.01186); the result is the rate at which the smoothed
+    loss falls most steeply. The search trains `module`, which the run must not use afterwards. The folder receives the
+    curve: learning_rates.csv, and learning_rates.png if matplotlib is installed. ValueError if the loss never falls.
 
     Returns:
         The suggested rate of an update, and the value of `recipe.learning_rate` that gives it.
-
-    Raises:
-        ValueError: the loss falls at no rate.
     """
     options = config["learning_rate_finder"]
     with tempfile.TemporaryDirectory() as place:  # for the weights, which the Tuner restores

@@ -128,7 +128,7 @@ def check_nonfinite_stop() -> None:
         stop.on_before_optimizer_step(trainer, module, None)
         if not bad:
             stop.check()
-    with pytest.raises(NonFiniteError, match=r"step 5 on ranks \[1\]: parameter norm\.weight went"):
+    with pytest.raises(NonFiniteError, match=r"step 5: parameter norm\.weight went"):
         stop.check()
 
 

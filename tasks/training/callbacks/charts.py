@@ -42,10 +42,8 @@ class Telemetry(Callback):
             return
         with trainer.precision_plugin.forward_context(), evaluating(backbone), watching(backbone) as reports:
             module.observe(batch, self.examples)
-        # TensorBoard sorts groups by name: this one, of many charts, comes after train and val.
         named = {f"watch/{layer}/{name}": value for layer, report in reports.items() for name, value in report.items()}
         if named and trainer.is_global_zero:
-            # one transfer from the device for all numbers
             values = torch.stack(list(named.values())).tolist()
             log_metrics(trainer.loggers, dict(zip(named, values, strict=True)), trainer.global_step - 1)
 
@@ -89,10 +87,10 @@ def _name_mixers(model: nn.Module) -> dict[str, Mixer]:
 
 
 class ConfusionMatrix(Callback):
-    """Adds `test/confusion_matrix` to TensorBoard, rows true classes and columns predicted ones.
+    """Adds `val/confusion_matrix` (of the best checkpoint) and `test/confusion_matrix` to TensorBoard.
 
-    It is drawn for at most `max_classes` classes, and not for data with several labels per sample, which has a matrix
-    for each label. `val/confusion_matrix` is from the validation before the best checkpoint.
+    Rows are true classes, columns predicted ones. Nothing is drawn for more than `max_classes` classes, or for several
+    labels per sample.
     """
 
     def __init__(self, max_classes: int = 100) -> None:

@@ -26,24 +26,17 @@ _DUE = "validation_due"  # key of a checkpoint whose update is not validated yet
 class BestCheckpoint(ModelCheckpoint):
     """Keeps `best.ckpt`, the checkpoint with the best `monitor`; of equally good ones the latest.
 
-    Every number is better than NaN. `mode` is max if higher values are better, else min; a run takes it from the
-    metric. `best_metrics` are the validation metrics of the best checkpoint. After each validation that is the best so
-    far, it calls `on_best_validation()` of the callbacks that have it.
+    Every number is better than NaN. A run takes `mode`, min or max, from the metric. `best_metrics` are the validation
+    metrics of the best checkpoint. After each best validation so far, it calls `on_best_validation()` of callbacks that
+    have it.
     """
 
     def __init__(self, dirpath: str, monitor: str, mode: str) -> None:
-        super().__init__(
-            dirpath,
-            filename="best",
-            monitor=monitor,
-            mode=mode,
-            auto_insert_metric_name=False,
-            enable_version_counter=False,
-        )
+        options: dict[str, Any] = {"auto_insert_metric_name": False, "enable_version_counter": False}
+        super().__init__(dirpath, filename="best", monitor=monitor, mode=mode, **options)
         self.best_metrics: dict[str, float] = {}
 
     def check_monitor_top_k(self, trainer: Trainer, current: torch.Tensor | None = None) -> bool:
-        # Ties are common on small validation sets; the later checkpoint was trained for longer.
         best = self.best_model_score
         ties = current is not None and best is not None and bool(current == best)
         # Lightning scores NaN as infinity.
@@ -63,9 +56,9 @@ class BestCheckpoint(ModelCheckpoint):
         return super().state_dict() | {"best_metrics": self.best_metrics}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue with the best score so far if the run folder, which may be another one, has its `best.ckpt`.
+        """Continue with the best score so far if the run folder, which may have moved, has its `best.ckpt`.
 
-        Lightning forgets the score in another folder, so the next validation would count as the best.
+        Lightning forgets the score in another folder, and the next validation would count as the best.
         """
         own = Path(str(self.dirpath)) / "best.ckpt"
         if state_dict["best_model_path"] and not own.is_file():
@@ -82,17 +75,13 @@ class BestCheckpoint(ModelCheckpoint):
 class LastCheckpoint(Checkpoint):
     """Writes `last.ckpt` every n updates, every n minutes, after each epoch and when the run is interrupted.
 
-    A checkpoint always has the state after an update, so that a resumed run repeats the uninterrupted one. After an
-    interruption between two updates it is the state after the earlier one, including the statistics of batch norms.
-    After an interruption in a validation, a resumed run begins with this validation. After an interruption during the
-    optimizer's step, the previous checkpoint remains.
+    A checkpoint always has the state after an update, including the statistics of batch norms, so that a resumed run
+    repeats the uninterrupted one. After an interruption in a validation, a resumed run begins with this validation.
+    After an interruption during the optimizer's step, the previous checkpoint remains.
     """
 
     def __init__(
-        self,
-        dirpath: str,
-        every_n_train_steps: int | None = None,
-        every_n_minutes: float | None = None,
+        self, dirpath: str, every_n_train_steps: int | None = None, every_n_minutes: float | None = None
     ) -> None:
         self.path = Path(dirpath) / "last.ckpt"
         self.every_n_train_steps = every_n_train_steps
@@ -121,7 +110,6 @@ class LastCheckpoint(Checkpoint):
         self._kept = [buffer.clone() for buffer in self._buffers]
         at_end = trainer.global_step > 0 and trainer.global_step == getattr(pl_module, "last_update", None)
         if self._loaded_due and trainer.enable_validation:
-            # Validate before the first batch, as Lightning does after a batch.
             loop = trainer.fit_loop.epoch_loop.val_loop
             loop.restarting = False
             trainer.validating = True
@@ -159,7 +147,7 @@ class LastCheckpoint(Checkpoint):
             self._is_due = True
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # From here on the result is logged, and callbacks count it, which a resumed run must not do again.
+        # From here on the result is logged and counted, which a resumed run must not repeat.
         if self._is_due:
             self._resume_point, self._is_due = None, False
 
@@ -167,7 +155,7 @@ class LastCheckpoint(Checkpoint):
         training = trainer.state.fn == TrainerFn.FITTING and not trainer.is_last_batch and not self._loaded_due
         if training and updated(trainer, trainer.fit_loop.batch_idx):
             self._record(trainer)
-            if not trainer.should_stop:  # else it is saved at the end of its epoch
+            if not trainer.should_stop:  # otherwise the end of the epoch saves it
                 self._save_if_time(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -175,7 +163,7 @@ class LastCheckpoint(Checkpoint):
         self._resume_point = None
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        # With several processes, none can save alone. On SIGTERM they stop together, and all take part in saving.
+        # All processes must take part in saving, which they do only on SIGTERM.
         together = trainer.world_size == 1 or isinstance(exception, SIGTERMException)
         if self._resume_point is not None and together and not isinstance(exception, NonFiniteError):
             self._interrupted = True
@@ -184,8 +172,7 @@ class LastCheckpoint(Checkpoint):
         if trainer.is_global_zero and self._saved_step >= 0:
             line = "stopped; nothing is saved"
             if self.path.exists():
-                place = f"saved as of update {self._saved_step}: {self.path}"
-                line = f"stopped; {place}; the same command with resume=true continues there"
+                line = f"stopped; saved as of update {self._saved_step}: {self.path}; resume=true continues there"
             _log.info(line)
             print(line, file=sys.stderr)
 

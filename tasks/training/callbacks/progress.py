@@ -22,17 +22,13 @@ from longseq.tasks.training.system import peak_memory, write_text
 class TrainingProgress(RichProgressBar):
     """Shows Lightning's bar in a terminal; elsewhere prints a line at least every `line_seconds`.
 
-    Each epoch and each validation also prints a line: the loss of the last update, the values of the validation, the
-    rates of training and validation, the peak memory and the time left in the run. Metrics are read from the device
-    at most once in `refresh_seconds`. `unit` is the unit of `count_units`.
+    Each epoch and each validation also prints a line: losses and `metric`, rates of training and validation, peak
+    memory and the time left. The bar reads metrics from the device at most once in `refresh_seconds`. `unit` is the
+    unit of `count_units`.
     """
 
     def __init__(
-        self,
-        refresh_seconds: float = 1.0,
-        line_seconds: float = 60.0,
-        metric: str = "val/top1",
-        unit: str = "images",
+        self, refresh_seconds: float = 1.0, line_seconds: float = 60.0, metric: str = "val/top1", unit: str = "images"
     ) -> None:
         super().__init__(refresh_rate=4, console_kwargs={"stderr": True})
         self.refresh_seconds = refresh_seconds
@@ -61,7 +57,7 @@ class TrainingProgress(RichProgressBar):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        self._began = self._printed_at = time.monotonic()
+        self._began = self._printed_at = self._epoch_began = time.monotonic()  # a resumed epoch has no start
         self._updates_before = trainer.global_step
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -74,9 +70,9 @@ class TrainingProgress(RichProgressBar):
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         self._units += count_units(batch) * trainer.world_size
         if self._is_line_due() and not trainer.is_last_batch:
-            values = _spell(_read(trainer, "train/loss"))
             place = [f"epoch {_epoch(trainer)}", _update(trainer, pl_module)]
-            self._print(trainer, *place, *values, self._rate(), self._time_left(trainer, pl_module))
+            facts = [*_spell(trainer, "train/loss"), self._rate(), self._time_left(trainer, pl_module)]
+            self._print(trainer, *place, *facts)
 
     def on_validation_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         super().on_validation_batch_end(trainer, *args, **kwargs)
@@ -98,9 +94,9 @@ class TrainingProgress(RichProgressBar):
         self._print_metrics(trainer, pl_module, f"epoch {_epoch(trainer)}")
 
     def _print_metrics(self, trainer: Trainer, module: LightningModule, place: str) -> None:
-        facts = [f"last {value}" for value in _spell(_read(trainer, "train/loss"))]
+        facts = [f"last {value}" for value in _spell(trainer, "train/loss")]
         if self._has_validated:
-            facts += _spell(_read(trainer, "val/loss", self.metric))
+            facts += _spell(trainer, "val/loss", self.metric)
         facts.append(self._rate())
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         rate = next((one.evaluation_rate for one in callbacks if isinstance(one, Throughput)), None)
@@ -141,8 +137,8 @@ def _read(trainer: Trainer, *names: str) -> dict[str, float]:
     return {name: float(metrics[name]) for name in names if name in metrics}
 
 
-def _spell(metrics: dict[str, float]) -> list[str]:
-    return [f"{name} {value:.4f}" for name, value in metrics.items()]
+def _spell(trainer: Trainer, *names: str) -> list[str]:
+    return [f"{name} {value:.4f}" for name, value in _read(trainer, *names).items()]
 
 
 def _epoch(trainer: Trainer) -> str:
@@ -171,18 +167,15 @@ class UnreadableSamples(Callback):
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         paths = self._write(trainer)
         if paths and trainer.is_global_zero:
-            more = ", ..." if len(paths) > self.max_paths else ""
-            print(
-                f"skipped unreadable {self.unit}: {len(paths)} ({', '.join(paths[: self.max_paths])}{more})", flush=True
-            )
+            shown = [*paths[: self.max_paths], *["..."] * (len(paths) > self.max_paths)]
+            print(f"skipped unreadable {self.unit}: {len(paths)} ({', '.join(shown)})", flush=True)
 
     def _write(self, trainer: Trainer) -> list[str]:
         """Write the paths of all processes, and those from before an interruption."""
         datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
-        parts: list[list[str]] = [list(datamodule.unreadable)]
+        parts = [list(datamodule.unreadable)] * trainer.world_size
         if trainer.world_size > 1:
-            parts = [[] for _ in range(trainer.world_size)]
-            torch.distributed.all_gather_object(parts, list(datamodule.unreadable))
+            torch.distributed.all_gather_object(parts, parts[0])
         found = {path for part in parts for path in part}
         if self.path is not None and self.path.is_file():
             found.update(self.path.read_text(encoding="utf-8").splitlines())

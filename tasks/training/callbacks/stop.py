@@ -67,14 +67,14 @@ def stoppable(trainer: Trainer) -> Iterator[None]:
 class StopTogether(Callback):
     """Makes all processes of a run stop at the same batch when SIGTERM reaches any of them.
 
-    SLURM's SIGUSR1 before the end of a job's time is answered in the same way. Lightning 2.6 calls a collective
-    operation in its signal handler, which hangs while other processes wait in another one, and its agreement before
-    each batch waits for the GPU. Here the handler only records the signal. The processes agree before each training
-    batch, before each validation, and before every tenth batch of an evaluation (except streams, where processes have
-    different numbers of batches). A single process stops as Lightning does it, and before a validation.
+    SLURM's SIGUSR1 before the end of a job's time does the same. Lightning 2.6 calls a collective operation in its
+    signal handler, which can hang, and its agreement before each batch waits for the GPU. Here the handler only records
+    the signal. The processes agree before each training batch, before each validation, and before every tenth batch of
+    an evaluation (except streams, where processes have different numbers of batches). A single process stops as in
+    Lightning, and before a validation.
 
-    In training they stop one batch late, because an answer is read only after the next question is asked. So a process
-    can launch a batch while its GPU works on the one before.
+    In training they stop one batch late, because an answer is read only after the next question is asked: a process can
+    launch a batch while its GPU still works on the one before.
     """
 
     def __init__(self) -> None:
@@ -88,14 +88,18 @@ class StopTogether(Callback):
             trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = partial(self._agree_late, trainer)  # type: ignore[method-assign]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._take_signals(trainer)
+        self.on_test_start(trainer, pl_module)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, EarlyStopping) and callback.stopping_reason != EarlyStoppingReason.NOT_STOPPED:
                 # It had ended the run, which was interrupted before the test; min_epochs may have kept the run going.
                 trainer.should_stop = trainer.should_stop or trainer.current_epoch <= callback.stopped_epoch + 1
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._take_signals(trainer)
+        """Replace Lightning's signal handlers, which it restores after the stage."""
+        if trainer.world_size > 1 and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._record)
+            if signal.getsignal(signal.SIGUSR1) != signal.SIG_DFL:  # of a SLURM job
+                signal.signal(signal.SIGUSR1, self._record)
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.world_size > 1:
@@ -106,26 +110,14 @@ class StopTogether(Callback):
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        self._agree_now_and_then(trainer, batch_idx, trainer.num_val_batches[dataloader_idx])
+        batches = (trainer.num_test_batches if trainer.testing else trainer.num_val_batches)[dataloader_idx]
+        if trainer.world_size > 1 and batch_idx % 10 == 0 and isinstance(batches, int):
+            self._agree(trainer)
 
-    def on_test_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
-    ) -> None:
-        self._agree_now_and_then(trainer, batch_idx, trainer.num_test_batches[dataloader_idx])
-
-    def _take_signals(self, trainer: Trainer) -> None:
-        """Replace Lightning's handlers until it restores those from before the stage."""
-        if trainer.world_size > 1 and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._record)
-            if signal.getsignal(signal.SIGUSR1) != signal.SIG_DFL:  # of a SLURM job
-                signal.signal(signal.SIGUSR1, self._record)
+    on_test_batch_start = on_validation_batch_start
 
     def _record(self, *_: Any) -> None:
         self._signalled = True
-
-    def _agree_now_and_then(self, trainer: Trainer, batch_idx: int, batches: float) -> None:
-        if trainer.world_size > 1 and batch_idx % 10 == 0 and isinstance(batches, int):
-            self._agree(trainer)
 
     def _agree(self, trainer: Trainer) -> None:
         if trainer.strategy.reduce_boolean_decision(self._signalled, all=False):
@@ -142,10 +134,9 @@ class StopTogether(Callback):
 
 
 class _Answer:
-    """Whether any process received a signal. All processes ask; on GPUs asking does not wait for their work."""
+    """Whether any process received a signal. All processes ask; asking does not wait for a GPU's work."""
 
     def __init__(self, signalled: bool, device: torch.device) -> None:
-        # filled on the device: a copy from the processor would wait for it
         answer = torch.full((1,), int(signalled), dtype=torch.int32, device=device)
         torch.distributed.all_reduce(answer, torch.distributed.ReduceOp.MAX)
         self._answer = answer
@@ -157,7 +148,6 @@ class _Answer:
             self._ready.record(torch.cuda.current_stream(device))
 
     def read(self) -> bool:
-        """The answer, after waiting for the work that the device had when the question was asked."""
         if self._ready is not None:
             self._ready.synchronize()
         return bool(self._answer.item())

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from lightning.pytorch.trainer.states import TrainerFn
 
 from longseq.tasks.data.loader import count_tokens, count_units
@@ -23,10 +23,7 @@ _SECONDS = "seconds"
 
 
 class RunClock(Callback):
-    """Counts the seconds of a run from the start of its training to the end of its test, including before a resume.
-
-    Work of other callbacks after the test does not count, nor does the time between the last checkpoint and a kill.
-    """
+    """Counts the seconds of a run, from the start of its training to the end of its test, including before a resume."""
 
     def __init__(self) -> None:
         self._before = 0.0
@@ -84,10 +81,10 @@ class Throughput(Callback):
     """Logs `throughput/UNIT_per_second` (all devices) and `throughput/data_wait_ms` (per batch).
 
     Each value is over a window of `log_every_n_steps` updates, and covers loading and training, not validation and
-    checkpoints. `data_wait_ms` is how long the device was idle because the next batch was missing; a GPU that is still
-    busy while the processor waits does not count. Each window waits for the device once. For documents, windows also
-    log `throughput/tokens_per_second`. `unit` is the unit of `longseq.tasks.data.loader.count_units`. `mean` is over
-    the whole run, including before a resume, without the first window, in which workers and kernels start.
+    checkpoints. `data_wait_ms` is how long the device was idle because the next batch was missing. For documents,
+    windows also log `throughput/tokens_per_second`. `unit` is the unit of `longseq.tasks.data.loader.count_units`.
+    `mean` is over the whole run, including before a resume, without the first window, in which workers and kernels
+    start.
 
     After a validation it logs `throughput/val_UNIT_per_second` and `throughput/memory_gib` (see `peak_memory`), after
     the test `throughput/test_UNIT_per_second`. `evaluation_rate` is the rate of the last validation or test.
@@ -100,16 +97,14 @@ class Throughput(Callback):
         self.unit = unit
         self.mean = _Window()
         self.evaluation_rate: float | None = None
-        self._clock: _FetchClock | None = None
+        self._clock = _FetchClock()
         self._window = _Window()
         self._evaluated = _Window()
         self._is_first = True
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if self._clock is None:
-            # Lightning reports the loading of a batch to profilers, but not to callbacks.
-            self._clock = _FetchClock(trainer.profiler)  # type: ignore[attr-defined]
-            trainer.profiler = self._clock  # type: ignore[attr-defined]
+        # Lightning reports the loading of a batch to profilers, but not to callbacks.
+        self._clock.wrap(trainer)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint[_KEY] = asdict(self.mean)
@@ -120,13 +115,11 @@ class Throughput(Callback):
             self.mean = _Window(**checkpoint[_KEY])
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        assert self._clock is not None
         self._clock.device = pl_module.device
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        assert self._clock is not None
         self._clock.end_batch()
         window = self._window
         window.merge(_Window(1, count_units(batch), count_tokens(batch)))
@@ -157,16 +150,12 @@ class Throughput(Callback):
     on_test_epoch_start = on_validation_epoch_start
 
     def on_validation_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *_: Any
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *args: Any, **kwargs: Any
     ) -> None:
-        assert self._clock is not None
         self._evaluated.units += count_units(batch)
         self._evaluated.seconds += time.perf_counter() - self._clock.fetch_started
 
-    def on_test_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *_: Any
-    ) -> None:
-        self.on_validation_batch_end(trainer, pl_module, outputs, batch)
+    on_test_batch_end = on_validation_batch_end
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._log_evaluation(trainer, pl_module, "val", trainer.global_step - 1)
@@ -201,10 +190,10 @@ class Throughput(Callback):
 
 @lru_cache
 def peak_flops(device: torch.device, precision: str, matmul_precision: str) -> float | None:
-    """Peak operations per second of dense matrix products, None for a device that is not in the table.
+    """Peak operations per second of dense matrix products, None for an unknown device.
 
-    Lightning's table lacks "NVIDIA H200"; its figures here are from NVIDIA's data sheet, without sparsity.
-    `matmul_precision` is torch's setting, by which float32 products may be TF32.
+    Lightning's table lacks the H200; its figures here are from NVIDIA's data sheet. `matmul_precision` is torch's
+    setting, by which float32 products may be TF32.
     """
     if device.type != "cuda":
         return None
@@ -218,20 +207,24 @@ def peak_flops(device: torch.device, precision: str, matmul_precision: str) -> f
 
 
 class _FetchClock(Profiler):
-    """Times batches, from the start of their loading, and forwards every call to the profiler that the user chose.
+    """Times batches, from the start of their loading, and forwards every call to the user's profiler.
 
-    On a CUDA `device` the times are from events in its stream, so that work of a batch counts for this batch also if
-    the device does it later.
+    On a CUDA `device`, events in its stream give the times.
     """
 
-    def __init__(self, inner: Profiler) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.inner = inner
+        self.inner: Profiler = PassThroughProfiler()
         self.device = torch.device("cpu")
         self.fetch_started = time.perf_counter()
         self._loading: _Mark | None = None  # the start of the last loading
         self._loads: list[tuple[_Mark, _Mark]] = []
         self._batches: list[tuple[_Mark, _Mark]] = []
+
+    def wrap(self, trainer: Any) -> None:
+        """Replace the profiler of a Trainer."""
+        if trainer.profiler is not self:
+            self.inner, trainer.profiler = trainer.profiler, self
 
     def start(self, action_name: str) -> None:
         self.inner.start(action_name)
@@ -246,7 +239,6 @@ class _FetchClock(Profiler):
         self.inner.stop(action_name)
 
     def end_batch(self) -> None:
-        """Called when the step of the batch that was loaded last is launched."""
         if self._loading is not None:
             self._batches.append((self._loading, _Mark(self.device)))
 

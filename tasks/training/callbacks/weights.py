@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -65,14 +65,12 @@ class ExponentialMovingAverage(Callback):
         if self._average:
             self._swap()
 
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_epoch_end(self, *args: Any, **kwargs: Any) -> None:
         if self._swapped:
             self._swap()
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        # A checkpoint after an interrupted validation must not save the average as the raw weights.
-        if self._swapped:
-            self._swap()
+    # A checkpoint after an interrupted validation must not save the average as the raw weights.
+    on_exception = on_validation_epoch_end
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if self._average:
@@ -96,14 +94,6 @@ class NonFiniteError(ValueError):
     """Training produced NaN or infinity."""
 
 
-class _Norms(NamedTuple):
-    """Norms of an update `[1 + P + G]`: the loss, the parameters `names`, and their gradients if checked."""
-
-    step: int
-    names: list[str]
-    norms: Tensor
-
-
 class NonFiniteStop(Callback):
     """Raises NonFiniteError with the update and the loss or parameter that was first not finite.
 
@@ -111,8 +101,7 @@ class NonFiniteStop(Callback):
     written and at the end of an epoch, so no checkpoint holds a non-finite weight. Under a loss scaler
     (trainer.precision=16-mixed), gradients are not checked.
 
-    With several processes, each checks its own loss and its shards of the parameters. All read the same result, which
-    names the ranks, and stop together.
+    With several processes, each checks its own loss and its shards of the parameters, and all stop together.
     """
 
     def __init__(self, every_n_steps: int = 50) -> None:
@@ -120,7 +109,8 @@ class NonFiniteStop(Callback):
         self._loss: Tensor | None = None
         # Listed once in a training: walking through the modules takes longer than the checks.
         self._parameters: list[tuple[str, nn.Parameter]] = []
-        self._unread: list[_Norms] = []  # of the updates since the last check
+        # For each update since the last check: number, parameter names, norms of the loss, parameters and gradients.
+        self._unread: list[tuple[int, list[str], Tensor]] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._parameters = [(name.removeprefix("backbone."), value) for name, value in pl_module.named_parameters()]
@@ -141,7 +131,7 @@ class NonFiniteStop(Callback):
         gradients = [] if scaled else [parameter.grad for parameter in parameters]
         # Reduced to booleans only when they are read: each operation costs launch time.
         norms = torch.stack([own_part(self._loss).float(), *_norms(parameters), *_norms(gradients)])
-        self._unread.append(_Norms(trainer.global_step + 1, [name for name, _ in named], norms))
+        self._unread.append((trainer.global_step + 1, [name for name, _ in named], norms))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -160,49 +150,31 @@ class NonFiniteStop(Callback):
 
     def check(self) -> None:
         """Raise NonFiniteError if an update was bad in any process. Waits for the device and the other processes."""
-        if not self._unread:
-            return
         unread, self._unread = self._unread, []
-        bad = torch.cat([one.norms for one in unread]).isfinite().logical_not().cpu()
-        by_update = bad.split([len(one.norms) for one in unread])
-        first = next((index for index, found in enumerate(by_update) if found.any()), None)
-        index, device = first or 0, unread[0].norms.device
-        steps = _of_all_ranks(torch.tensor(-1 if first is None else unread[index].step, device=device)).cpu()
-        if int(steps.max()) < 0:
+        if not unread:
             return
-        step = int(steps[steps >= 0].min())
-        # Ranks that went bad at a later step are consequences.
-        verdicts = _of_all_ranks(by_update[index].to(device)).cpu() & (steps == step).unsqueeze(1)
-        culprit, ranks = _find_culprit(unread[index].names, verdicts)
-        where = f" on ranks {ranks.nonzero().flatten().tolist()}" if len(ranks) > 1 else ""
-        raise NonFiniteError(f"training diverged at step {step}{where}: {culprit}; lower recipe.learning_rate")
+        bad = torch.cat([norms for *_, norms in unread]).isfinite().logical_not().int()
+        if count_processes() > 1:
+            distributed.all_reduce(bad, distributed.ReduceOp.MAX)
+        by_update = bad.bool().cpu().split([len(norms) for *_, norms in unread])
+        for (step, names, _), found in zip(unread, by_update, strict=True):
+            if found.any():
+                culprit = _find_culprit(names, found)
+                raise NonFiniteError(f"training diverged at step {step}: {culprit}; lower recipe.learning_rate")
 
 
-def _find_culprit(names: list[str], verdicts: Tensor) -> tuple[str, Tensor]:
-    """What was first not finite, and a mask `[ranks]` of where; `verdicts [ranks, 1 + P + G]` are as in `_Norms`."""
-    loss, parameters, gradients = verdicts.tensor_split([1, 1 + len(names)], dim=1)
-    if bool(parameters.any()):
-        index = int(parameters.any(0).nonzero()[0])
-        return f"parameter {names[index]} went non-finite first", parameters[:, index]
+def _find_culprit(names: list[str], bad: Tensor) -> str:
+    """Says what was first not finite; `bad [1 + P + G]` marks the loss, the parameters `names` and their gradients."""
+    loss, parameters, gradients = bad.tensor_split([1, 1 + len(names)])
+    if parameters.any():
+        return f"parameter {names[int(parameters.nonzero()[0])]} went non-finite first"
     # The backward pass runs from the output to the input, so the last of the bad gradients was the first in time.
-    index = int(gradients.any(0).nonzero()[-1]) if bool(gradients.any()) else -1
-    if bool(loss.any()):
-        reached = f", and its gradient reached parameter {names[index]} first" if index >= 0 else ""
-        return f"the loss went non-finite first while every parameter was finite{reached}", loss.squeeze(1)
-    return (
-        f"the gradient of parameter {names[index]} went non-finite first while the loss was finite",
-        gradients[:, index],
-    )
+    name = names[int(gradients.nonzero()[-1])] if gradients.any() else None
+    if not loss.any():
+        return f"the gradient of parameter {name} went non-finite first while the loss was finite"
+    reached = "" if name is None else f", and its gradient reached parameter {name} first"
+    return f"the loss went non-finite first while every parameter was finite{reached}"
 
 
 def _norms(tensors: list[Any]) -> list[Tensor]:
     return [norm.float() for norm in torch._foreach_norm([own_part(x) for x in tensors])] if tensors else []
-
-
-def _of_all_ranks(x: Tensor) -> Tensor:
-    """The tensors `x [...]` of all processes: `[ranks, ...]`."""
-    if count_processes() == 1:
-        return x.unsqueeze(0)
-    parts = [torch.empty_like(x) for _ in range(count_processes())]
-    distributed.all_gather(parts, x)
-    return torch.stack(parts)

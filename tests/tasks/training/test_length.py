@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,12 +48,10 @@ def test_a_warmup_that_would_outlast_the_run_is_shortened_to_a_tenth(caplog):
 
 
 @pytest.mark.slow
-def test_a_run_shorter_than_its_interval_is_validated_at_its_end(compose_config, tiny_overrides, tmp_path, caplog):
+def test_a_run_shorter_than_its_interval_is_validated_at_its_end(compose_config, tiny_overrides, tmp_path):
     folder = tmp_path / "run"
     words = (*tiny_overrides, "recipe.epochs=1", "recipe.validate_every_epochs=5", f"output={folder}")
-    with caplog.at_level(logging.WARNING, "longseq"):
-        train.run(compose_config("train", *words))
-    assert caplog.text.count("recipe.validate_every_epochs=5 is longer than the run: it is validated once") == 1
+    train.run(compose_config("train", *words))
     assert (folder / "checkpoints" / "best.ckpt").is_file()
 
 
