@@ -39,10 +39,10 @@ class DocumentTask(ClassifierModule):
     """Trains and measures a classifier on documents, packed or padded; `read_batch` lists the batches that it reads.
 
     The loss of a document is the cross-entropy of its class, or the mean of the binary cross-entropies of all labels.
-    An update minimises the mean over all of its documents, in any batch and process, which is `train/loss`. The
-    `class_weights` of `info` multiply the loss of a document by the weight of its class, or the cross-entropy of each
-    label that it has by the weight of the label. `label_smoothing` spreads a part of the target's probability evenly
-    over the classes, or moves the target of each label towards 1/2. Losses of validation and test have neither.
+    An update minimises `train/loss`, the mean over all of its documents. The `class_weights` of `info` multiply the
+    loss of a document by the weight of its class, or the cross-entropy of each label that it has by the label's.
+    `label_smoothing` spreads a part of the target's probability evenly over the classes, or moves the target of each
+    label towards 1/2. Losses of validation and test have neither.
 
     Logs `train/{loss,lr}`, `{val,test}/loss` and `{val,test}/METRIC` for the metrics of
     `longseq.tasks.document.report.make_scores`, and in a test `test/METRIC_BIN` for each bin of lengths with documents.
@@ -138,7 +138,7 @@ class DocumentTask(ClassifierModule):
             check_several_labels(targets, exact=not self.training)
         else:
             check_class_numbers(targets, self.num_classes)
-        lengths, count = mask.sum(dim=1), len(tokens)
+        lengths = mask.sum(dim=1)
         inputs = DocumentInputs(
             tokens=tokens.long(),
             cu_seqlens=None,
@@ -146,17 +146,14 @@ class DocumentTask(ClassifierModule):
             max_seqlen=tokens.shape[1],
             lengths=lengths,
             whole_lengths=lengths,
-            numbers=torch.arange(count, device=tokens.device),
-            units=count,
+            numbers=torch.arange(len(tokens), device=tokens.device),
+            units=len(tokens),
             token_count=int(lengths.sum()),
         )
         return inputs, targets.float() if self.info.multi_label else targets.long()
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        """The probabilities `[N, C]` of the documents of a batch, which needs no labels.
-
-        `predict_dataloader` of the data module keeps the order of the split.
-        """
+        """The probabilities `[N, C]` of the documents of a batch, which needs no labels."""
         inputs, _ = self.read_batch(batch)
         return self.probabilities(self(inputs)[inputs.numbers >= 0])
 
@@ -211,7 +208,7 @@ class DocumentTask(ClassifierModule):
         self.log_dict({f"test/{name}": value for name, value in scores.items()}, sync_dist=True)
 
     def observe(self, batch: DocumentBatch, examples: int) -> None:
-        """Run the first `examples` documents of a batch through the model's body, for the diagnostics of mixers."""
+        """Run the first `examples` documents of a batch through the body, for the diagnostics of mixers."""
         inputs = batch[0]
         body: Any = self.backbone
         if inputs.cu_seqlens is None:
@@ -237,11 +234,10 @@ class DocumentTask(ClassifierModule):
 
 
 class LinearTask(DocumentTask):
-    """Fits the linear model to all training documents at the beginning of a run, and measures it as any other.
+    """Fits the linear model to all training documents at the beginning of a run, the same in each process.
 
-    An epoch of one batch with a learning rate of 0 follows, after which the Trainer validates, saves and tests. Each of
-    several processes fits the same model. Without `keys`, the keys of the model, the task can only measure. `options`
-    are those of `DocumentTask`.
+    An epoch of one batch with a learning rate of 0 follows, after which the Trainer validates, saves and tests. Without
+    `keys`, the keys of the model, the task can only measure.
     """
 
     def __init__(self, backbone: LinearTextClassifier, *, keys: LinearModelKeys | None = None, **options: Any) -> None:
@@ -254,7 +250,6 @@ class LinearTask(DocumentTask):
 
     @property
     def epochs_trained(self) -> float:
-        """1: the fit reads all training documents once."""
         return 1
 
     def setup(self, stage: str) -> None:

@@ -14,7 +14,7 @@ from longseq.tasks.data.sampler import UpdateSampler
 from longseq.tasks.text.batch import Assembler, WindowBatches
 from longseq.tasks.text.corpora import fractions_of, open_corpora
 from longseq.tasks.text.keys import READ_BY, TextDataKeys
-from longseq.tasks.text.store import TokenStore
+from longseq.tasks.text.store import STAGES, TokenStore
 from longseq.tasks.text.tokenizer import TextInfo
 from longseq.tasks.text.windows import (
     Concatenated,
@@ -28,9 +28,6 @@ from longseq.tasks.text.windows import (
 )
 from longseq.tasks.training.checkpoint import WINDOW
 from longseq.tokenizer_files import find_start, same_tokenizer
-
-# The name of each split as a stage of a run.
-STAGES = {"train": "train", "val": "validation", "test": "test"}
 
 
 class LanguageModelData(TaskData):
@@ -62,8 +59,7 @@ class LanguageModelData(TaskData):
         self.keys = keys = read(TextDataKeys, vars(keys), "data")
         self.batch_size, self.eval_batch_size = batch_size, keys.eval_batch_size or batch_size
         self.seed = seed
-        # Streams over all devices when a run is measured again: as many as in training, since each begins without a
-        # state.
+        # Streams of an evaluation over all devices: as many as in training, since each begins without a state.
         self._streams: int | None = None
         self._start: int | None = None  # the token that begins a document; None: the separator, as in training
         self._stages: tuple[str, ...] = tuple(STAGES)  # their splits must not be empty
@@ -98,9 +94,7 @@ class LanguageModelData(TaskData):
         keys = read(TextDataKeys, {**own, "weights": None, **changes}, "data")
         run = read(TextDataKeys, config["data"], "data") if config.get("data") else None
         if run is not None and run.source == keys.source and same_root(run.root, keys.root):
-            name = STAGES[split]
-            share, own_share = ({name: fractions_of(one)[name]} for one in (keys, run))
-            refuse_larger_shares(share, own_share)
+            refuse_larger_shares({STAGES[split]: fractions_of(keys)[STAGES[split]]}, fractions_of(run))
         # As many tokens at a time as in training. A model without a run may be able to read very long windows.
         longest = trained.window if run is not None or keys.packing == "streams" else min(trained.window, WINDOW)
         rows = max(1, batch_size * longest // keys.window)
@@ -137,14 +131,14 @@ class LanguageModelData(TaskData):
             if not same_tokenizer(other.tokenizer, first.tokenizer):
                 raise ValueError(f"data.root: {first.name} and {other.name} were prepared with different tokenizers")
         for stage, split in STAGES.items():
-            corpora = [store.splits[split] for store in self._stores]
-            self._windows[stage] = [
-                Documents(corpus, self.keys.window)
+            cut: list[Windows] = [
+                Documents(store.splits[split], self.keys.window)
                 if self.keys.packing == "documents"
-                else Concatenated(corpus, self.keys.window, whole=stage == "train")
-                for corpus in corpora
+                else Concatenated(store.splits[split], self.keys.window, whole=stage == "train")
+                for store in self._stores
             ]
-            if stage in self._stages and not sum(len(corpus.tokens) for corpus in corpora):
+            self._windows[stage] = cut
+            if stage in self._stages and not sum(windows.size for windows in cut):
                 raise ValueError(f"the {split} split of the text is empty")
         ratios = [store.gzip_bits_per_byte for store in self._stores]
         self._info = TextInfo(

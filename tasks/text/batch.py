@@ -23,11 +23,8 @@ from torch.utils.data import Dataset
 from longseq.tasks.text.store import Corpus, Integers
 from longseq.tasks.text.windows import Span, WindowIndex, Windows
 
-# The target of a token without a target; torch's cross-entropies ignore it.
-IGNORED = -100
-
-# `cu_seqlens` has a multiple of this many sequences.
-_STEP = 8
+IGNORED = -100  # the target of a token without a target, as in torch
+_STEP = 8  # `cu_seqlens` has a multiple of this many sequences
 
 
 class Carry(NamedTuple):
@@ -51,16 +48,15 @@ class TokenInputs(NamedTuple):
     separators without targets. Lightning moves the tensors to the device; the numbers stay on the host.
 
     tokens: `[1, B * T]` int64, all windows in one row; or `[B, T]` if the state is not reset where documents begin.
-    cu_seqlens: `[N + 1]` int32, the borders of sequences: a sequence begins with each window and each document. N is
-        the same for all batches, so that compiled and recorded steps see one shape: the last border, B * T, repeats,
-        which adds empty sequences. A batch of very many short documents has 2, 4, ... times N. None for `[B, T]`.
+    cu_seqlens: `[N + 1]` int32, the borders of sequences: one begins with each window and each document. The last
+        border, B * T, repeats (empty sequences), so that all batches have the same N, or with very many short
+        documents 2, 4, ... times as many. None for `[B, T]`.
     max_seqlen: the length of the longest possible sequence, a constant of the loader.
     units: targets of this batch on this process that are not IGNORED; may be 0 when several processes evaluate.
     byte_count: bytes of the text that the targets stand for. The bytes of a document are spread evenly over its
         targets, so that the windows of a split add up to the bytes of its documents. None if unknown.
     carry: how the batch continues the one before, for streams; else None.
-    mask: `[B, T]` bool, False at padding, which is not read and predicts nothing; None without padding. Packed windows
-        have none.
+    mask: `[B, T]` bool, False at padding, which is not read and predicts nothing; None without padding.
     """
 
     tokens: Tensor
@@ -86,9 +82,8 @@ class Row(NamedTuple):
 class Assembler:
     """Makes batches of B rows of T tokens from corpora, all of one shape (see `TokenInputs`).
 
-    `sequences` is the expected maximum of sequences in a batch; kernels start programs for that many. A batch with more
-    gets twice as many. Without `reset_state` rows are `[B, T]` and not packed. `start` is the token that is read at the
-    beginning of a document, by default the separator; the separator is always what is predicted.
+    `sequences` is the expected maximum of sequences in a batch. Without `reset_state` rows are `[B, T]` and not packed.
+    `start` is the token that is read where a document begins, by default the separator, which is always predicted.
     """
 
     def __init__(
@@ -113,14 +108,13 @@ class Assembler:
         shape = (self.rows, self.length)
         tokens, targets = np.full(shape, self.separator, np.int64), np.full(shape, IGNORED, np.int64)
         fresh = np.ones(self.rows, bool)
-        borders: list[list[int]] = []  # of each row: where sequences begin
+        borders = [[0] for _ in range(self.rows)]  # of each row: where sequences begin
         byte_count = 0
-        for index in range(self.rows):
-            row = rows[index] if index < len(rows) else None
-            begins = [0]
-            place = 0
-            for span in [] if row is None else row.spans:
-                assert row is not None
+        for index, row in enumerate(rows):
+            if row is None:
+                continue
+            begins, place = [0], 0
+            for span in row.spans:
                 size = span.stop - span.start
                 inside = slice(place, place + size)
                 tokens[index, inside], targets[index, inside], starts, covered = self._read(row.corpus, span)
@@ -129,7 +123,7 @@ class Assembler:
                 if place == 0:
                     fresh[index] = row.fresh or (self.reset_state and len(starts) > 0 and starts[0] == 0)
                 place += size
-            borders.append(sorted({*begins, *([place] if place < self.length else [])}))
+            borders[index] = sorted({*begins, *([place] if place < self.length else [])})
         cu_seqlens, first, last = self._pack(borders) if self.reset_state else (None, None, None)
         flat = (1, -1) if self.reset_state else shape
         inputs = TokenInputs(
@@ -147,10 +141,10 @@ class Assembler:
         corpus = self.corpora[number]
         size, length = len(corpus.tokens), span.stop - span.start
         if span.stop < size:
-            read = np.asarray(corpus.tokens[span.start : span.stop + 1])
+            read = corpus.tokens[span.start : span.stop + 1]
         else:
-            read = np.asarray(corpus.tokens.take(range(span.start, span.stop + 1), mode="wrap"))
-        read = read.astype(np.int64)
+            read = corpus.tokens.take(range(span.start, span.stop + 1), mode="wrap")
+        read = np.asarray(read).astype(np.int64)
         tokens, targets = read[:-1], read[1:].copy()
         starts: list[np.ndarray] = []
         covered = 0
@@ -165,7 +159,7 @@ class Assembler:
             done += stop - start
             start = 0
         begins = np.concatenate(starts)
-        tokens[begins] = self.start  # targets are a copy
+        tokens[begins] = self.start
         return tokens, targets, begins, covered
 
     def _documents(self, number: int, start: int, stop: int) -> tuple[Integers, int, list[tuple[int, int]]]:

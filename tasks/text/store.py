@@ -38,6 +38,7 @@ MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 PARTIAL = ".partial"
 SPLITS = ("train", "validation", "test")
+STAGES = {"train": "train", "val": "validation", "test": "test"}  # the split of each stage of a run
 
 
 class Corpus(NamedTuple):
@@ -57,10 +58,10 @@ class Corpus(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenStore:
-    """Prepared tokens: `splits`, and the tokenizer that made them, as returned by `Tokenizer.to_dict`.
+    """Prepared tokens by split, and the tokenizer that made them (`Tokenizer.to_dict`).
 
-    `gzip_bits_per_byte` is the size of the test documents after gzip -9; None without any. `separator` is None for
-    tokens that stand for no text. `checksums` has the CRC-32 of the tokens of each split.
+    gzip_bits_per_byte: of the test documents after gzip -9; None without any.
+    checksums: the CRC-32 of the tokens of each split.
     """
 
     name: str
@@ -113,15 +114,9 @@ def open_store(root: str | Path, *, check: bool = True) -> TokenStore:
             _check_file(path, files[ending], check)
             empty = not files[ending]["size"]
             arrays[ending] = np.zeros(0, dtype) if empty else _Mapped(path.resolve(), dtype=dtype, mode="r")
-        hashes = arrays.get("hashes")
-        splits[split] = Corpus(
-            arrays["tokens"],
-            arrays["offsets"],
-            arrays["bytes"],
-            arrays.get("prompts"),
-            arrays.get("labels"),
-            None if hashes is None else hashes.reshape(-1, 2),
-        )
+        if "hashes" in arrays:
+            arrays["hashes"] = arrays["hashes"].reshape(-1, 2)
+        splits[split] = Corpus(byte_counts=arrays.pop("bytes"), **arrays)
     return TokenStore(
         name=root.resolve().name,
         tokenizer=tokenizer,
@@ -185,10 +180,9 @@ class SplitWriter:
 
 
 def stamp(path: str) -> list[Any]:
-    """The size and times of a file, which identify its content; for a folder those of its files.
+    """The size and times of a file, or of all files in a folder, which identify its content.
 
-    An archive or a copy can give a file an old modification time, but not the time of its last change on the disk
-    (`st_ctime_ns`).
+    An archive or a copy can restore an old modification time, but not `st_ctime_ns`.
     """
     try:
         if os.path.isdir(path):
