@@ -175,8 +175,7 @@ class DocumentBatches(Dataset[tuple[DocumentInputs, Tensor, list[Any]]]):
         else:
             mask = np.arange(chosen.length) < lengths[:, None]
             tokens = np.full((places, chosen.length), padding, np.int64)
-            for row, one in zip(tokens, documents, strict=False):
-                row[: len(one)] = one
+            tokens[mask] = np.concatenate([*documents, np.zeros(0, np.int64)])
         inputs = DocumentInputs(
             tokens=torch.from_numpy(tokens),
             cu_seqlens=None if cu_seqlens is None else torch.from_numpy(cu_seqlens),
@@ -196,14 +195,11 @@ class DocumentBatches(Dataset[tuple[DocumentInputs, Tensor, list[Any]]]):
     def _pack(self, documents: list[Tokens], places: int, padding: int) -> tuple[Tokens, npt.NDArray[np.int32]]:
         """Documents end to end in `[1, budget]`, then sequences of padding; and the borders of all `[places + 1]`."""
         tokens = np.full((1, self.budget), padding, np.int64)
+        ends = np.cumsum([0, *map(len, documents)])
+        tokens[0, : ends[-1]] = np.concatenate([*documents, np.zeros(0, np.int64)])
+        fill = np.arange(ends[-1] + self.longest, self.budget, self.longest)
         borders = np.full(places + 1, self.budget, np.int32)
-        borders[0] = end = 0
-        for place, one in enumerate(documents, start=1):
-            tokens[0, end : end + len(one)] = one
-            end += len(one)
-            borders[place] = end
-        fill = np.arange(end + self.longest, self.budget, self.longest)
-        borders[len(documents) + 1 : len(documents) + 1 + len(fill)] = fill
+        borders[: len(ends) + len(fill)] = [*ends, *fill]
         return tokens, borders
 
 

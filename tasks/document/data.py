@@ -120,24 +120,18 @@ class DocumentData(TaskData):
         trained: DocumentInfo,
         batch_size: int,
     ) -> DocumentData:
-        own = config.get("data") or {
-            "name": "given",
-            "source": "files",
-            "multi_label": trained.multi_label,
-            "text_column": trained.text_column,
-            "max_length": trained.max_length,
-            "truncation": trained.truncation,
-            "segment": trained.segment,
-        }
+        copied = ("multi_label", "text_column", "max_length", "truncation", "segment")
+        given = {"name": "given", "source": "files", **{key: getattr(trained, key) for key in copied}}
+        own = config.get("data") or given
         # The model has its tokenizer; the file of the training may be gone.
         own = {**own, "tokenizer": None, "separator": None, "sampling": None, "random_crops": False}
         if changes.get("truncation") == "none":
             own["max_length"] = None
         found = dict(changes)
         for name in ("validation", "test"):  # a file in the working folder, not below the root of the training
-            given = changes.get(name)
-            if isinstance(given, str) and "root" not in changes and os.path.exists(given):
-                found[name] = os.path.abspath(given)
+            file = changes.get(name)
+            if isinstance(file, str) and "root" not in changes and os.path.exists(file):
+                found[name] = os.path.abspath(file)
         keys = read(DocumentDataKeys, {**own, **found}, "data")
         if keys.multi_label != trained.multi_label:
             raise ValueError(f"the model was trained with data.multi_label={trained.multi_label}")
@@ -402,7 +396,7 @@ def _refuse_trained(keys: DocumentDataKeys, run: DocumentDataKeys, split: str) -
 
 @dataclass(frozen=True)
 class Bare:
-    """In place of a tokenizer, for documents that are tokens and stand for no text."""
+    """In place of a tokenizer, for documents that are tokens without a text."""
 
     vocab_size: int
     separator: None = None

@@ -17,14 +17,7 @@ from longseq.backbones.segments import check_segments, read_in_segments
 from longseq.kernels.packing import Packing
 from longseq.models import CHECKPOINT_CONFIG, build
 from longseq.tasks.config import Criterion, read
-from longseq.tasks.data.loader import (
-    TARGETS,
-    begins_with_tokens,
-    check_class_numbers,
-    check_several_labels,
-    find_entry,
-    read_mask,
-)
+from longseq.tasks.data import loader
 from longseq.tasks.document.batch import DocumentBatch, DocumentInputs
 from longseq.tasks.document.config import DocumentInfo, LinearModelKeys
 from longseq.tasks.document.model import fit_linear, read_documents
@@ -121,9 +114,9 @@ class DocumentTask(ClassifierModule):
         if isinstance(batch, tuple | list) and isinstance(batch[0], DocumentInputs):
             return batch[0], batch[1]
         if isinstance(batch, Mapping):
-            tokens = find_entry(batch, ("input_ids", "tokens"), "tokens")
-            mask = read_mask(batch, tokens)
-            if not begins_with_tokens(mask):
+            tokens = loader.find_entry(batch, ("input_ids", "tokens"), "tokens")
+            mask = loader.read_mask(batch, tokens)
+            if not loader.begins_with_tokens(mask):
                 raise ValueError("attention_mask: padding must follow the tokens of a row")
         else:
             tokens = batch if isinstance(batch, Tensor) else batch[0]
@@ -131,13 +124,13 @@ class DocumentTask(ClassifierModule):
         if self.predicts:
             targets = tokens.new_zeros((len(tokens), self.num_classes) if self.multi_label else len(tokens))
         else:
-            targets = find_entry(batch, TARGETS, "labels") if isinstance(batch, Mapping) else batch[1]
+            targets = loader.find_entry(batch, loader.TARGETS, "labels") if isinstance(batch, Mapping) else batch[1]
         if tokens.ndim != 2 or targets.ndim != (2 if self.info.multi_label else 1) or len(targets) != len(tokens):
             raise ValueError(f"tokens {list(tokens.shape)} do not fit labels {list(targets.shape)}")
         if self.info.multi_label:
-            check_several_labels(targets, exact=not self.training)
+            loader.check_several_labels(targets, exact=not self.training)
         else:
-            check_class_numbers(targets, self.num_classes)
+            loader.check_class_numbers(targets, self.num_classes)
         lengths = mask.sum(dim=1)
         inputs = DocumentInputs(
             tokens=tokens.long(),

@@ -17,17 +17,9 @@ from torchmetrics.classification import BinaryCalibrationError, MulticlassF1Scor
 from longseq.backbones.linear_text import LinearTextClassifier
 from longseq.tasks.document.config import DocumentInfo, LinearModelKeys
 from longseq.tasks.document.model import fit_linear, read_documents
-from longseq.tasks.training import targets
+from longseq.tasks.training import metrics, targets
 from longseq.tasks.training.class_report import ClassReport
-from longseq.tasks.training.metrics import (
-    ONE_LABEL,
-    ONE_LABEL_MORE,
-    SEVERAL_LABELS,
-    SEVERAL_LABELS_MORE,
-    Tables,
-    decide,
-    update_metrics,
-)
+from longseq.tasks.training.metrics import decide, update_metrics
 
 if TYPE_CHECKING:
     from longseq.tasks.document.module import DocumentTask
@@ -45,25 +37,26 @@ class LabelCalibrationError(BinaryCalibrationError):
 
 
 # The metrics by `multi_label`.
-TABLES: Mapping[bool, Tables] = {
-    False: Tables(
+_ONE, _SEVERAL = metrics.ONE_LABEL, metrics.SEVERAL_LABELS
+TABLES: Mapping[bool, metrics.Tables] = {
+    False: metrics.Tables(
         {
-            "accuracy": ONE_LABEL["top1"],
+            "accuracy": _ONE["top1"],
             "f1_micro": lambda classes: MulticlassF1Score(classes, average="micro", validate_args=False),
-            "f1_macro": ONE_LABEL["f1"],
-            "calibration_error": ONE_LABEL_MORE["calibration_error"],
+            "f1_macro": _ONE["f1"],
+            "calibration_error": metrics.ONE_LABEL_MORE["calibration_error"],
         },
-        {**ONE_LABEL_MORE, "top5": ONE_LABEL["top5"], "balanced_accuracy": ONE_LABEL["balanced_accuracy"]},
+        {**metrics.ONE_LABEL_MORE, "top5": _ONE["top5"], "balanced_accuracy": _ONE["balanced_accuracy"]},
     ),
-    True: Tables(
+    True: metrics.Tables(
         {
-            "accuracy": SEVERAL_LABELS["accuracy"],
-            "f1_micro": SEVERAL_LABELS["f1_micro"],
-            "f1_macro": SEVERAL_LABELS["f1"],
+            "accuracy": _SEVERAL["accuracy"],
+            "f1_micro": _SEVERAL["f1_micro"],
+            "f1_macro": _SEVERAL["f1"],
             "calibration_error": lambda classes: LabelCalibrationError(n_bins=15, validate_args=False),
-            "average_precision": SEVERAL_LABELS["average_precision"],
+            "average_precision": _SEVERAL["average_precision"],
         },
-        SEVERAL_LABELS_MORE,
+        metrics.SEVERAL_LABELS_MORE,
     ),
 }
 

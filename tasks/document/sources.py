@@ -1,6 +1,6 @@
 """The sources of labelled documents: files, Long Range Arena, and what a program registers.
 
-A registered source gives documents as text, or as tokens that stand for no text:
+A registered source gives documents as text, or as tokens without a text:
 
 import numpy as np
 from longseq.tasks.document.sources import Opened, Reader, Sample, Source, register

@@ -11,7 +11,7 @@ from longseq.tasks.config import read
 from longseq.tasks.data.loader import BatchLoader, TrainingLoader, find_place, follow
 from longseq.tasks.data.module import TaskData, refuse_larger_shares, same_root
 from longseq.tasks.data.sampler import UpdateSampler
-from longseq.tasks.text.batch import Assembler, WindowBatches
+from longseq.tasks.text.batch import WindowBatches
 from longseq.tasks.text.corpora import fractions_of, open_corpora
 from longseq.tasks.text.keys import READ_BY, TextDataKeys
 from longseq.tasks.text.store import STAGES, TokenStore
@@ -24,7 +24,6 @@ from longseq.tasks.text.windows import (
     MixedSampler,
     StreamSampler,
     Windows,
-    most_sequences,
 )
 from longseq.tasks.training.checkpoint import WINDOW
 from longseq.tokenizer_files import find_start, same_tokenizer
@@ -170,18 +169,14 @@ class LanguageModelData(TaskData):
         return {"num_workers": self.keys.num_workers, "pin_memory": pin_memory}
 
     def _batches(self, stage: str, rows: int) -> WindowBatches:
-        cut = self._windows[stage]
-        assemble = Assembler(
-            [windows.corpus for windows in cut],
-            self.keys.window,
+        return WindowBatches(
+            self._windows[stage],
             rows,
-            sequences=most_sequences(cut, rows),
             separator=self.info.separator,
             start=self._start,
             reset_state=self.keys.reset_state,
             carries=self.keys.packing == "streams",
         )
-        return WindowBatches(cut, assemble)
 
     def _evaluation_loader(self, stage: str) -> BatchLoader:
         rank, world_size, _ = find_place(self.trainer)

@@ -27,7 +27,7 @@ COUNTS = ("documents", "empty", "malformed")  # of a part
 
 
 class Encoded(NamedTuple):
-    """Documents of a part of the input; all fields but `hashes` and `gzipped` are those of a store.
+    """Documents of a part of the input; see the store for the other fields.
 
     hashes: `[N, 2]` uint64, of each document's content.
     gzipped: `[N]`, the bytes of the text after gzip -9; 0 for documents that are not in the test split.

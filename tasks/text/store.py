@@ -1,17 +1,16 @@
 """Prepared tokens: documents as memory-mapped numbers, their offsets, and a manifest.
 
-A folder of `longseq prepare` holds, for each split (train, validation, test):
+A folder of `longseq prepare` has, for each split (train, validation, test):
 
     SPLIT.tokens     uint16 or uint32, little-endian: each document as `separator, t_1, ..., t_n`
     SPLIT.offsets    int64, N + 1: document i is tokens[offsets[i]:offsets[i + 1]]
-    SPLIT.bytes      int64, N: bytes of the text that the document's targets stand for
+    SPLIT.bytes      int64, N: bytes of the document's text, without its prompt
     SPLIT.prompts    int64, N: targets at a document's beginning that are not trained on; instructions only
     SPLIT.labels     int64, N: the number of the document's set of labels in the manifest; labelled documents only
     SPLIT.hashes     uint64, N x 2: the hash of the document's content; labelled documents only
 
 and manifest.json: the version of the format, the tokenizer, counts, sizes and checksums of the files; and
-tokenizer.json, unless tokens are bytes. The manifest is written last: a folder without it is unfinished. Reading needs
-only numpy.
+tokenizer.json, unless tokens are bytes. The manifest is written last: a folder without it is unfinished.
 """
 
 from __future__ import annotations
@@ -149,19 +148,17 @@ class SplitWriter:
         self._types = types
         self._files = {ending: (output / f"{split}.{ending}").open("wb") for ending in types}
         self._sums = dict.fromkeys(types, 0)
-        self._documents = self._tokens = self._bytes = 0
+        self._counts = {"documents": 0, "tokens": 0, "bytes": 0}
         self._write("offsets", np.zeros(1, np.int64))
 
     def add(self, tokens: Tokens, lengths: Integers, byte_counts: Integers, **others: npt.NDArray[Any]) -> None:
         """Add documents: their tokens end to end, their lengths and bytes, and the split's other arrays by ending."""
-        self._write("tokens", tokens)
-        self._write("offsets", self._tokens + np.cumsum(lengths))
-        self._write("bytes", byte_counts)
-        for ending, numbers in others.items():
+        offsets = self._counts["tokens"] + np.cumsum(lengths)
+        for ending, numbers in {"tokens": tokens, "offsets": offsets, "bytes": byte_counts, **others}.items():
             self._write(ending, numbers)
-        self._documents += len(lengths)
-        self._tokens += int(lengths.sum())
-        self._bytes += int(byte_counts.sum())
+        self._counts["documents"] += len(lengths)
+        self._counts["tokens"] += int(lengths.sum())
+        self._counts["bytes"] += int(byte_counts.sum())
 
     def close(self) -> dict[str, Any]:
         """The manifest's entry of the split."""
@@ -171,7 +168,7 @@ class SplitWriter:
             os.fsync(file.fileno())
             files[ending] = {"size": file.tell(), "crc32": self._sums[ending]}
             file.close()
-        return {"documents": self._documents, "tokens": self._tokens, "bytes": self._bytes, "files": files}
+        return {**self._counts, "files": files}
 
     def _write(self, ending: str, numbers: npt.NDArray[Any]) -> None:
         content = np.ascontiguousarray(numbers, self._types[ending]).data.cast("B") if len(numbers) else b""

@@ -175,7 +175,7 @@ class TextInfo(Info):
     window: the length of training windows in tokens.
     tokenizer: what `Tokenizer.to_dict` returns.
     sizes: the windows of each split.
-    text_bytes: the bytes that the targets of val and test stand for.
+    text_bytes: the bytes of the targets of val and test.
     gzip_bits_per_byte: the bits per byte of the test documents after gzip -9, each by itself; None if unknown.
     """
 

@@ -19,7 +19,7 @@ from torch.utils.data import Sampler
 from longseq.tasks.data.sampler import EvaluationSampler, UpdateSampler, derive_seed
 from longseq.tasks.text.store import Corpus, Integers
 
-_WINDOWS = 100_000  # `Concatenated.sequences` counts those of so many windows
+_WINDOWS = 100_000  # that `Concatenated.sequences` looks at
 
 
 class Span(NamedTuple):
@@ -126,7 +126,7 @@ def most_sequences(cut: Sequence[Windows], rows: int) -> int:
 
 
 class WindowIndex(NamedTuple):
-    """A window of a corpus, moved by `shift` places; `fresh` as in `longseq.tasks.text.batch.Row`."""
+    """A window of a corpus, moved by `shift` places; `fresh` as in `longseq.tasks.text.batch.Carry`."""
 
     corpus: int
     window: int
@@ -135,7 +135,7 @@ class WindowIndex(NamedTuple):
 
 
 class _WindowSampler(UpdateSampler[list[WindowIndex]]):
-    """A sampler whose epoch has `num_samples` windows. ValueError if these are fewer than an update needs."""
+    """A sampler with `num_samples` windows in an epoch. ValueError if these are fewer than an update needs."""
 
     def __init__(self, num_samples: int, length: int, batch_size: int, **options: int) -> None:
         super().__init__(batch_size, **options)  # type: ignore[arg-type]
@@ -200,8 +200,8 @@ def _shares(counts: Sequence[int], weights: Sequence[float]) -> list[int]:
 class StreamSampler(_WindowSampler):
     """Yields windows of streams: row b of a batch continues row b of the batch before.
 
-    An epoch cuts the corpus, moved by a shift of its own, into as many streams as an effective batch has rows.
-    ValueError for accumulated batches, which would continue each other's rows.
+    An epoch cuts the corpus, moved by a random shift, into as many streams as an effective batch has rows. ValueError
+    for accumulated batches, which would continue each other's rows.
     """
 
     def __init__(self, windows: Windows, batch_size: int, **options: int) -> None:
