@@ -184,7 +184,7 @@ class DocumentInfo(Info):
             raise ValueError("the model was trained on tokens that stand for no text")
         found = tokenizer_from_dict(self.tokenizer)
         if found.vocab_size > self.vocab_size or found.separator != self.separator:
-            raise ValueError("the model was trained with another tokenizer than the one saved with it")
+            raise ValueError("the saved tokenizer is not the one of the training")
         return found
 
     def describe(self) -> str:

@@ -63,9 +63,9 @@ class DocumentData(TaskData):
     `longseq.tasks.data.labels.find_weights` for `class_weights`.
 
     `validation` and `test` are files, or shares of the training documents, stratified by label (see `divide`). A
-    warning counts the documents that are in two splits; with `duplicates=drop`, training and validation leave out what
-    test has, and training what validation has. Unreadable documents are left out and listed, or with `on_bad_line=stop`
-    an error. `sampling=balanced` draws each class equally often, and documents of several labels by the rarest one.
+    warning counts the documents that are in two splits; `duplicates=drop` removes them from the earlier one of train,
+    validation and test. Unreadable documents are left out and listed, or with `on_bad_line=stop` an error.
+    `sampling=balanced` draws each class equally often, and documents of several labels by the rarest one.
 
     `tokenizer=train:SIZE` is trained on the training documents. Batch sizes count tokens. The documents of a batch are
     a function of (`seed`, epoch, place in the epoch), and the windows of `random_crops` of (`seed`, epoch, document).
@@ -84,8 +84,9 @@ class DocumentData(TaskData):
         stages: Collection[str] = tuple(STAGES),
         trained: DocumentInfo | None = None,
     ) -> None:
-        """`init` is the checkpoint with the initial weights. Only documents of `stages` are opened. `trained` is the
-        info of a trained model, which gives the tokenizer and the classes.
+        """Open the documents of `stages`; `trained`, the info of a model, gives the tokenizer and the classes.
+
+        The checkpoint `init` gives the default tokenizer.
         """
         super().__init__()
         self.keys = keys = read(DocumentDataKeys, vars(keys), "data")
@@ -156,7 +157,6 @@ class DocumentData(TaskData):
 
     @property
     def batches_per_epoch(self) -> int:
-        """The number of training batches of one device in an epoch."""
         return self._count_epoch()[0]
 
     @property

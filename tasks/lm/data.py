@@ -45,8 +45,7 @@ class LanguageModelData(TaskData):
 
     `packing=concatenated` cuts documents that are put end to end; `documents` packs whole documents by best fit and
     cuts only those that are longer than a window; `streams` carries the state from window to window (truncated
-    backpropagation through time). The state is reset where a document begins, unless `reset_state` is False: windows
-    are then rows of their own.
+    backpropagation through time). With `reset_state=false` a window's state is not reset where a document begins.
 
     The windows of a batch are a function of (`seed`, epoch, place in the epoch).
     """

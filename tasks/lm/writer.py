@@ -198,7 +198,7 @@ class _Row:
             self.written.reason = "stop"
 
     def finish(self) -> None:
-        """Add the text that waited for more tokens."""
+        """Add the text that waits for more tokens."""
         self.written.reason = self.written.reason or "length"
         if self.written.reason != "stop":
             self._add(self._stops.push(self._stream.finish()) + self._stops.finish())
