@@ -10,9 +10,7 @@ from numpy.typing import NDArray
 
 Integers = NDArray[np.integer[Any]]
 
-# The label of positions without a question.
-IGNORED = -100
-
+IGNORED = -100  # the label of positions without a question
 _CHUNK = 8192  # samples that are made at a time
 _PATIENCE = 20  # chunks in a row that may have no new sample
 
@@ -40,7 +38,7 @@ Make = Callable[[np.random.Generator, int], Samples]
 
 
 def draw(make: Make, random: np.random.Generator, count: int, seen: Integers) -> tuple[Samples, Integers]:
-    """Make `count` different samples with hashes that are not in `seen`; returns them and all hashes.
+    """Make `count` different samples that are not in `seen`; returns them and all hashes.
 
     ValueError if the generator cannot make so many.
     """
@@ -55,7 +53,6 @@ def draw(make: Make, random: np.random.Generator, count: int, seen: Integers) ->
         if barren == _PATIENCE:
             raise ValueError(f"the generator has no {count} different samples, only {found}")
         made = made.take(fresh)
-        # In the smallest types: sets are kept in memory.
         identity = None if made.identity is None else _narrowest(made.identity)
         parts.append(made._replace(tokens=_narrowest(made.tokens), labels=_narrowest(made.labels), identity=identity))
         seen = np.concatenate([seen, hashes[fresh]])
@@ -65,7 +62,7 @@ def draw(make: Make, random: np.random.Generator, count: int, seen: Integers) ->
 
 
 def _narrowest(numbers: Integers) -> Integers:
-    """The same numbers, of at least IGNORED, in 16 or 32 bits."""
+    """Numbers of at least IGNORED in 16 or 32 bits, because sets are kept in memory."""
     return numbers.astype(np.int16) if numbers.max(initial=0) < 2**15 else numbers.astype(np.int32)
 
 
@@ -84,11 +81,7 @@ def row_hashes(rows: Integers) -> Integers:
 
 
 def distinct(random: np.random.Generator, samples: int, count: int, low: int, high: int) -> Integers:
-    """Draw `count` different numbers of [low, high) for each sample, in random order: `[samples, count]`.
-
-    Raises:
-        ValueError: there are fewer than `count` numbers.
-    """
+    """Draw `count` different numbers of [low, high) for each sample, in random order: `[samples, count]`."""
     size = high - low
     if count > size:
         raise ValueError(f"{count} different tokens cannot be drawn from {size}: raise vocab_size")
@@ -149,8 +142,7 @@ def listops(
 
     A node is an operator with 2 to `arguments` arguments with `operator_probability`, else a digit, and always a digit
     at `depth`. Expressions with more than `shortest` and fewer than `longest` tokens are kept. An operator, a digit and
-    a closing bracket are one token each; there are no other brackets. Padding is on the right. `vocab_size`, the
-    model's, is at least 16.
+    a closing bracket are one token each. Padding is on the right. `vocab_size`, the model's, is at least 16.
 
     Source: ListOps (Nangia and Bowman, 2018), with the parameters of Long Range Arena (Tay et al., 2020), section 2.2.
     """

@@ -16,9 +16,9 @@ InfoT = TypeVar("InfoT", bound="Info")
 class Info(ABC):
     """The facts about the data that a model, its checkpoint and exported files need; each task has its own dataclass.
 
-    Its fields are dictionaries, lists, text and numbers. `sizes` has the number of samples of each split, None for a
-    stream of unknown length. `checksums` are of corpora the tokens; of documents the text and labels; of image files
-    the names and labels, and for training the sizes.
+    Its fields are dictionaries, lists, text and numbers. `sizes` has the samples of each split, None for a stream of
+    unknown length. `checksums` are of tokens; of documents' text and labels; or of image files' names and labels, and
+    in training their sizes.
     """
 
     sizes: dict[str, int | None] = field(default_factory=dict)

@@ -22,8 +22,6 @@ Sampling = Literal["balanced"] | None
 
 LABEL_COLUMN = "label"  # the default
 
-_NAMED = 5  # classes that a message lists
-
 # Pandas writes 1.0 and 0.0 into a column that has empty cells.
 FLAGS = dict.fromkeys(("1", "1.0", "true", "yes"), True) | dict.fromkeys(("0", "0.0", "false", "no"), False)
 
@@ -37,7 +35,7 @@ def check_label_keys(
 ) -> None:
     """ValueError for keys of `data` about labels that contradict each other.
 
-    `content` is the key and the name of the other column that is read, the one with texts or files.
+    `content` is the key and the name of the column with texts or files.
     """
     key, column = content
     if column in ([label_column or LABEL_COLUMN] if isinstance(label_column, str | None) else label_column):
@@ -53,26 +51,20 @@ def read_labels(
 
     If `columns` is one name, the cell holds a label; with `multi_label` a list of labels, or text with `delimiter`
     between labels. If it is a list, the cells hold 1 or 0, true or false, and the names of the columns are the labels.
-    ValueError, without the file, for cells without a label and for several labels if one is expected.
+    ValueError for cells without a label, and for several labels if one is expected.
     """
     if not isinstance(columns, str):
         return tuple(column for column, value in zip(columns, values, strict=True) if _flag(column, value))
     column, (value,) = columns, values
     if value is None or (value == "" and not multi_label):
         raise ValueError(f"no label in column {column!r}")
-    if multi_label:
-        several = value if isinstance(value, list | tuple) else _cut(value, delimiter)
-        return tuple(sorted({_name(one, column) for one in several}))
-    if isinstance(value, list | tuple):
-        raise ValueError(f"a list in column {column!r}: give data.multi_label=true for several labels")
-    return (_name(value, column),)
-
-
-def _cut(value: Any, delimiter: str | None) -> list[Any]:
-    if not isinstance(value, str):
-        return [value]
-    parts = [value] if delimiter is None else value.split(delimiter)
-    return [part.strip() for part in parts if part.strip()]
+    if not multi_label:
+        return (_name(value, column),)
+    several = value if isinstance(value, list | tuple) else [value]
+    if isinstance(value, str):
+        parts = [value] if delimiter is None else value.split(delimiter)
+        several = [part.strip() for part in parts if part.strip()]
+    return tuple(sorted({_name(one, column) for one in several}))
 
 
 def _flag(column: str, value: Any) -> bool:
@@ -102,8 +94,8 @@ def sort_names(names: Iterable[str], key: Callable[[str], Any] | None = None) ->
 
 def name_some(names: Sequence[str]) -> str:
     """The first five names, and the number of the others."""
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more
 
 
 def targets_of(
@@ -136,10 +128,7 @@ def count_classes(targets: npt.NDArray[Any], classes: int) -> list[int]:
 
 
 def rarest_labels(targets: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """`[N]`, the rarest label of each row of targets `[N, C]`, -1 for a row without labels; targets `[N]` unchanged.
-
-    It divides and draws samples of several labels, because the rarest label is the one that could be missing.
-    """
+    """`[N]`, the rarest label of each row of targets `[N, C]`, -1 for a row without labels; targets `[N]` unchanged."""
     if targets.ndim == 1:
         return targets.astype(np.int64)
     frequency = np.where(targets > 0, targets.sum(0), np.inf)
@@ -197,8 +186,7 @@ def require_one_list(
     """ValueError if two local parquet or arrow files of a Hugging Face set give one number to different classes.
 
     The library datasets takes the names of the first file, and the numbers of each file as they are. Names that are the
-    numbers themselves are not compared, and the last classes may be missing. `given` is the name for messages, and
-    `root` the folder of the library's cache.
+    numbers themselves are not compared, and the last classes may be missing. `root` is the library's cache.
     """
     import datasets
 

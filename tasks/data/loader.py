@@ -40,14 +40,9 @@ UNREADABLE = (
 IMAGES = ("images", "image", "pixel_values", "img", "x")
 TARGETS = ("labels", "label", "targets", "target", "y")
 
-# The values of a sampler that determine the order of samples (SAME), and how an effective batch is divided over
-# processes and accumulated batches (SPREAD).
+# The values of a sampler that determine the order of samples, and how an effective batch is divided.
 SAME = ("num_samples", "effective_batch_size", "repeats", "seed")
 SPREAD = ("batch_size", "world_size", "accumulate")
-
-
-class SampleError(Exception):
-    """An error of a user's data set, with the name of the sample, that is not about an unreadable file."""
 
 
 class Failure(NamedTuple):
@@ -59,10 +54,7 @@ class Failure(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """The model's inputs `[B, ...]`, the targets, and the samples that were skipped.
-
-    A loader reports the failures and yields (inputs, targets).
-    """
+    """The model's inputs `[B, ...]`, the targets, and the samples that were skipped, which a loader reports."""
 
     inputs: Any
     targets: Any
@@ -70,7 +62,7 @@ class Batch(NamedTuple):
 
 
 def count_units(batch: Any) -> int:
-    """The size of a batch in the unit of its task: images, sequences, documents or tokens.
+    """The images, sequences, documents or tokens of a batch.
 
     It is the attribute `units` of the batch (inputs, targets) or of its inputs, otherwise the number of rows.
     """
@@ -117,10 +109,7 @@ def check_several_labels(targets: Tensor, *, exact: bool) -> None:
 
 
 def read_mask(batch: Mapping[str, Any], tokens: Tensor) -> Tensor:
-    """True at the real tokens `[N, T]` of a padded batch, by its `attention_mask`; all are real without one.
-
-    ValueError for a mask of another shape.
-    """
+    """True at the real tokens `[N, T]` of a batch with an `attention_mask`. ValueError for one of another shape."""
     if batch.get("attention_mask") is None:
         return torch.ones_like(tokens, dtype=torch.bool)
     mask: Tensor = batch["attention_mask"].bool()
@@ -137,15 +126,13 @@ def begins_with_tokens(mask: Tensor) -> bool:
 class BatchLoader(DataLoader[Batch]):
     """Yields (inputs, targets) of a data set that makes whole batches.
 
-    `report` gets the samples of each batch that could not be read; without it there may be none. Workers live as long
-    as the loader. `finish` maps the iterator of the workers' batches to that of finished ones, as `work_ahead` does.
+    `report` gets the samples of each batch that could not be read; without it there may be none. `finish` maps the
+    workers' batches to finished ones, as `work_ahead` does. `trained` and `respread` are for `TrainingLoader`.
 
     For a prediction, `overfit_batches` and several devices, Lightning makes the loader anew. It passes the attributes
     that are named like arguments, and `sampler`, `shuffle` and `batch_sampler`; `own_sampler` stays the sampler.
-    `trained` and `respread` are for `TrainingLoader`.
 
-    ValueError for a loader for one process in a run of several: Lightning's sampler would repeat batches, and metrics
-    would count them twice.
+    ValueError for a loader for one process in a run of several, where Lightning's sampler would repeat batches.
     """
 
     def __init__(
@@ -177,7 +164,7 @@ class BatchLoader(DataLoader[Batch]):
             persistent_workers=num_workers > 0,
             collate_fn=_as_it_is,
             worker_init_fn=prepare_data_worker if num_workers else None,
-            generator=torch.Generator(),  # else the loader draws its workers' seed from the global generator
+            generator=torch.Generator(),  # leaves the global generator alone
         )
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:  # type: ignore[override]
@@ -198,9 +185,8 @@ class BatchLoader(DataLoader[Batch]):
 class TrainingLoader(BatchLoader):
     """A BatchLoader whose state, the position in the epoch, Lightning saves.
 
-    `trained` returns the number of batches of the epoch on which the model was trained: a batch that was yielded and
-    then failed is yielded again. `respread(then, now)` is called when a checkpoint is continued with another number of
-    accumulated batches.
+    `trained` returns the batches of the epoch on which the model was trained; later ones are yielded again.
+    `respread(then, now)` is called when a checkpoint continues with another number of accumulated batches.
 
     With `overfit_batches` Lightning asks for a sequential order: every epoch then has the batches of the first one.
     """
@@ -224,7 +210,7 @@ class TrainingLoader(BatchLoader):
             yield inputs, targets
 
     def state_dict(self) -> dict[str, int]:
-        """The position in the epoch, and the values that determine the order of samples; all are integers."""
+        """The position in the epoch, and the values that determine the order of samples."""
         epoch, batches = self._position
         if self.trained is not None and not self._resuming:
             batches = min(batches, self.trained())
@@ -269,7 +255,7 @@ def find_place(trainer: Any) -> Place:
 
 
 def follow(trainer: Any) -> dict[str, Any]:
-    """Functions with which a `TrainingLoader` reads and rescales a Trainer's count of batches; none without one."""
+    """The arguments `trained` and `respread` of a `TrainingLoader`, which follow a Trainer's count of batches."""
     if trainer is None:
         return {}
     progress = trainer.fit_loop.epoch_loop.batch_progress
@@ -300,8 +286,8 @@ def work_ahead(
 ) -> Iterator[Made]:
     """Yields `work(item)` of each item; a thread prepares up to `ahead` of them on a CUDA stream.
 
-    The consumer's stream waits for it. An error in the thread is raised where the item is asked for. The thread ends
-    with its consumer, and closes `items`, which may be those of another thread on the same stream.
+    The consumer's stream waits for it. An error in the thread is raised where the item is requested. The thread ends
+    with its consumer, and closes `items`, which may come from another thread on the same stream.
     """
     ready: queue.SimpleQueue[tuple[Made, torch.cuda.Event] | BaseException | None] = queue.SimpleQueue()
     places, stopped = threading.Semaphore(ahead), threading.Event()

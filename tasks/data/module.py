@@ -23,9 +23,8 @@ from longseq.tasks.training.metrics import decide
 
 SPLITS = ("train", "val", "test")
 DECISION = "decision"  # the detail with the label or labels that thresholds decide on
-_TOP_K = 5  # classes that are written of a file, unless the user says how many
-_NAMED = 5  # files that a message names
-_NONE: Mapping[str, Any] = {}  # not a MappingProxyType: data workers send it
+_TOP_K = 5  # the default classes of a prediction
+_NONE: Mapping[str, Any] = {}
 
 
 class PassedOver(NamedTuple):
@@ -54,8 +53,8 @@ class Unreadable(NamedTuple):
 class Inputs(ABC):
     """The inputs below a path, for a model to classify.
 
-    `passed_over` lists the files there that are not inputs of the task. `details` names the columns that are written of
-    each input next to its classes. `unit` is the word for inputs if the model has no run.
+    `passed_over` lists the files there that are not inputs of the task. `details` names the columns of a prediction
+    next to its classes. `unit` is the word for inputs if the model has no run.
     """
 
     passed_over: list[PassedOver]
@@ -77,11 +76,10 @@ class Inputs(ABC):
 
 
 class InputFiles(Inputs, Dataset[Any]):
-    """The files below a path, each of them one input.
+    """The files below a path, each of them one input, which a `DataLoader` reads in batches.
 
-    A `DataLoader` reads them in batches. The model gives scores of classes that exclude each other, or of several
-    labels if the info has `multi_label`: then all labels are written. With several labels or `thresholds` in the info,
-    the detail `decision` has the label or labels that these decide on. ValueError if there are no inputs.
+    A prediction has the five most probable classes; all labels if the info has `multi_label`. With several labels or
+    `thresholds` in the info, the detail `decision` has the label or labels that these decide on.
     """
 
     info: Any
@@ -113,65 +111,65 @@ class InputFiles(Inputs, Dataset[Any]):
     def predict(self, model: nn.Module, keys: Predict) -> Iterator[Prediction | Unreadable]:
         info, device = self.info, next(model.parameters()).device
         several = getattr(info, "multi_label", False)
-        most = len(info.class_names) if several else _TOP_K
+        count = keys.top_k or (len(info.class_names) if several else _TOP_K)
         loader = DataLoader(self, keys.batch_size, num_workers=keys.num_workers, collate_fn=self.collate)
         for batch, paths, failed in loader:
             if paths:
-                logits = self.score(model, self.prepare(batch.to(device)), paths, keys).float()
-                probabilities = logits.sigmoid() if several else logits.softmax(dim=1)
-                yield from predictions_of(((path, _NONE) for path in paths), probabilities, info, keys.top_k or most)
+                logits = self.score(model, self.prepare(batch.to(device)), paths, keys)
+                yield from predictions_of(((path, _NONE) for path in paths), logits, info, count)
             yield from failed
 
 
 def predictions_of(
-    inputs: Iterable[tuple[str, Mapping[str, Any]]], probabilities: Tensor, info: Any, count: int
+    inputs: Iterable[tuple[str, Mapping[str, Any]]], logits: Tensor, info: Any, count: int
 ) -> Iterator[Prediction | Unreadable]:
-    """The `count` most probable classes and the decision of each input (path, details), by `[B, C]`.
+    """The `count` most probable classes and the decision of each input (path, details), from logits `[B, C]`.
 
     An input with NaN among its probabilities is unreadable, because NaN has no order.
     """
-    names = info.class_names
+    names, several, thresholds = (
+        info.class_names,
+        getattr(info, "multi_label", False),
+        getattr(info, "thresholds", None),
+    )
+    probabilities = logits.float().sigmoid() if several else logits.float().softmax(dim=1)
     finite = probabilities.isfinite().all(dim=1).tolist()
     values, classes = (part.tolist() for part in probabilities.topk(min(count, len(names)), dim=1))
-    rows = zip(inputs, finite, values, classes, _decisions(probabilities, info), strict=True)
-    for (path, details), is_finite, row, ranked, decision in rows:
-        if is_finite:
-            best = [(names[index], value) for index, value in zip(ranked, row, strict=True)]
-            yield Prediction(path, best, {**details, **decision})
-        else:
+    limits = None if thresholds is None else torch.tensor(thresholds)
+    decisions = decide(probabilities, limits, multi_label=several).tolist()
+    for (path, details), is_finite, row, ranked, decided in zip(
+        inputs, finite, values, classes, decisions, strict=True
+    ):
+        if not is_finite:
             yield Unreadable(path, "the model's scores are not finite (NaN or infinite)", details)
+            continue
+        best = [(names[index], value) for index, value in zip(ranked, row, strict=True)]
+        if several:
+            details = {**details, DECISION: [name for name, there in zip(names, decided, strict=True) if there]}
+        elif thresholds is not None:
+            details = {**details, DECISION: names[decided]}
+        yield Prediction(path, best, details)
 
 
 def decided_details(info: Any) -> tuple[str, ...]:
-    """The details that are written of decisions: none if the most probable class is the decision."""
+    """The detail `decision`, unless the most probable class is the decision."""
     several, thresholds = getattr(info, "multi_label", False), getattr(info, "thresholds", None)
     return (DECISION,) if several or thresholds is not None else ()
 
 
-def _decisions(probabilities: Tensor, info: Any) -> list[dict[str, Any]]:
-    """The details of `decided_details` for each row of `[B, C]`: a class, or a list of labels."""
-    if not decided_details(info):
-        return [{} for _ in probabilities]
-    names, several, given = info.class_names, getattr(info, "multi_label", False), getattr(info, "thresholds", None)
-    decisions = decide(probabilities, None if given is None else torch.tensor(given), multi_label=several).tolist()
-    if several:
-        return [{DECISION: [name for name, there in zip(names, row, strict=True) if there]} for row in decisions]
-    return [{DECISION: names[number]} for number in decisions]
-
-
 def describe_passed_over(passed_over: Sequence[PassedOver], root: str) -> str:
-    """How many files were passed over, of which kinds, and the first ones, in one line."""
+    """The number of files that were passed over by kind, and the first five."""
     kinds = Counter(reason for _, reason in passed_over)
     counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
-    names = [os.path.relpath(path, root) + "/" * path.endswith("/") for path, _ in passed_over[:_NAMED]]
-    return f"{counts}: {', '.join(names)}{', ...' * (len(passed_over) > _NAMED)}"
+    names = [os.path.relpath(path, root) + "/" * path.endswith("/") for path, _ in passed_over[:5]]
+    return f"{counts}: {', '.join(names)}{', ...' * (len(passed_over) > 5)}"
 
 
 class TaskData(LightningDataModule, ABC):
     """The data of a task: its loaders, and the info about the data that a model needs.
 
-    The first element of a batch is the model's input `[B, ...]`. A training loader that can resume in the middle of an
-    epoch is a `longseq.tasks.data.loader.TrainingLoader`. `SampleData` has all of this for data sets of single samples.
+    The first element of a batch is the model's input `[B, ...]`. A `longseq.tasks.data.loader.TrainingLoader` resumes
+    in the middle of an epoch. `SampleData` has all of this for data sets of single samples.
 
     Attributes:
         batch_size: the size of a device's training batch.
@@ -204,25 +202,20 @@ class TaskData(LightningDataModule, ABC):
         trained: Any,
         batch_size: int,
     ) -> Self:
-        """The data for evaluating a trained model: the data of its training, with `changes` of the keys.
+        """The data of a model's training, with `changes` of the keys, to evaluate it on `split` (test or val).
 
-        `split` (test, val) will be evaluated; `trained` is the info of the training's data. ValueError if the model
-        cannot be evaluated on the data.
+        `trained` is the info of the training's data. ValueError if the model cannot be evaluated on the data.
         """
         return cls.from_config({**config, "data": {**config["data"], **changes}}, batch_size)
 
     def take_recipe(self, config: Mapping[str, Any], batch_size: int) -> None:
-        """Take the batch size, and the keys of a recipe that the data reads, once the recipe is chosen.
-
-        Called before a loader is made, for tasks that choose a recipe by the data (see `TaskKeys.choose`).
-        """
+        """Take the batch size and the keys of a recipe that was chosen by the data (see `TaskKeys.choose`)."""
         raise NotImplementedError
 
     def predict_dataloader(self) -> Any:
         """For Lightning's `Trainer.predict`: the test samples, in the order of their split.
 
-        This takes a sampler with a method `keep_order`. Streams of text have none, because each batch continues the one
-        before: predictions are then in the order of the evaluation.
+        Streams of text, whose batches continue each other, keep the order of the evaluation.
         """
         loader = self.test_dataloader()
         keep_order = getattr(getattr(loader, "own_sampler", None), "keep_order", None)
@@ -259,10 +252,9 @@ class TaskData(LightningDataModule, ABC):
 class SampleData(TaskData):
     """Batches of the data sets that `open` returns; their items are pairs (input, target) of tensors or numbers.
 
-    A subclass sets the class of its keys, `keys_class`; this class reads `eval_batch_size` and `num_workers` if they
-    are among the keys. torch's `default_collate` makes batches of items. The order of training is a function of
-    (`seed`, epoch), for any number of processes, and a run resumes in the middle of an epoch. An item must be a
-    function of its number only.
+    A subclass sets the class of its keys, `keys_class`, which may have `eval_batch_size` and `num_workers`. torch's
+    `default_collate` makes batches of items. The order of training is a function of (`seed`, epoch), for any number of
+    processes, and a run resumes in the middle of an epoch. An item must be a function of its number only.
     """
 
     keys_class: ClassVar[type[Any]]
@@ -342,17 +334,16 @@ class _Batches(Dataset[Batch]):
 
 def same_root(root: str | Sequence[str] | None, other: str | Sequence[str] | None) -> bool:
     """True for two spellings of the same files or folders, in the same order."""
-    one, two = ([given] if isinstance(given, str) else list(given or []) for given in (root, other))
-    return [os.path.realpath(os.path.expanduser(path)) for path in one] == [
-        os.path.realpath(os.path.expanduser(path)) for path in two
-    ]
+    listed = ([given] if isinstance(given, str) else given or [] for given in (root, other))
+    one, two = ([os.path.realpath(os.path.expanduser(path)) for path in paths] for paths in listed)
+    return one == two
 
 
 def refuse_larger_shares(shares: Mapping[str, Any], run: Mapping[str, Any]) -> None:
     """ValueError for a share by which a run would be evaluated on samples that it was trained on.
 
-    Both are values of the keys of `data` that divide the same samples: of an evaluation, and of the run. A value that
-    is not a number names separate samples, and a smaller share is a part of the samples that the run set apart.
+    Both are keys of `data`, of an evaluation and of the run, which divide the same samples. A value that is not a
+    number names separate samples, and a smaller share is a part of the samples that the run set apart.
     """
     for key, share in shares.items():
         if isinstance(share, float) and (not isinstance(run[key], float) or share > run[key]):

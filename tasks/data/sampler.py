@@ -56,8 +56,7 @@ class UpdateSampler(Sampler[BatchT]):
     An epoch is a sequence of effective batches, one for each update of the weights. It depends only on the seed, the
     epoch and the size of the effective batch. An effective batch has `world_size * accumulate` parts of `batch_size`
     samples: sample i belongs to part `i % parts`. The n-th accumulated batch of a process is part
-    `n * world_size + rank`. So two processes get the same parts as one process with twice the accumulated batches.
-    Samples that do not fill an effective batch are left out.
+    `n * world_size + rank`. Samples that do not fill an effective batch are left out.
 
     A subclass sets `num_samples`, the samples of an epoch.
     """
@@ -110,7 +109,6 @@ class TrainingSampler(UpdateSampler[list[SampleIndex]]):
 
     An epoch is a permutation of the samples, each repeated `repeats` times in a row, cut to the number of samples
     (repeated augmentation, Hoffer et al. 2020, in the form of DeiT). Neighbours belong to different processes.
-    `options` are `seed`, `rank`, `world_size` and `accumulate`.
     """
 
     def __init__(self, num_samples: int, batch_size: int, *, repeats: int = 1, **options: int) -> None:
@@ -122,38 +120,34 @@ class TrainingSampler(UpdateSampler[list[SampleIndex]]):
         self.num_samples, self.repeats = num_samples, repeats
 
     def shuffle(self) -> Callable[[int, int], list[SampleIndex]]:
-        epoch, size = self.epoch, self.effective_batch_size
-        positions, turns = self.draw(math.ceil(self.num_samples / self.repeats))
+        epoch, size, repeats = self.epoch, self.effective_batch_size, self.repeats
+        positions, turns = self.draw(math.ceil(self.num_samples / repeats))
 
         def give(update: int, part: int) -> list[SampleIndex]:
-            places = range(update * size + part, (update + 1) * size, self.parts)
-            return [self._index(positions, turns, p, epoch) for p in places]
+            places = (divmod(p, repeats) for p in range(update * size + part, (update + 1) * size, self.parts))
+            return [SampleIndex(positions[at], turns[at] * repeats + repeat, epoch) for at, repeat in places]
 
         return give
 
-    def draw(self, count: int) -> tuple[list[int], list[int] | None]:
-        """The positions of the first `count` samples of the epoch, and the earlier draws of each; None: no draws."""
+    def draw(self, count: int) -> tuple[list[int], list[int]]:
+        """The positions of the first `count` samples of the epoch, and the number of earlier draws of each."""
         generator = np.random.default_rng(derive_seed(self.seed, self.epoch))
-        return generator.permutation(self.num_samples)[:count].tolist(), None
-
-    def _index(self, positions: list[int], turns: list[int] | None, place: int, epoch: int) -> SampleIndex:
-        first, repeat = divmod(place, self.repeats)
-        return SampleIndex(positions[first], repeat if turns is None else turns[first] * self.repeats + repeat, epoch)
+        return generator.permutation(self.num_samples)[:count].tolist(), [0] * count
 
 
 class BalancedSampler(TrainingSampler):
     """Yields each class equally often, for classes of different sizes; `classes [N]` has the class of each sample.
 
     An epoch has as many samples as the split. Of `C` classes, each `C` neighbours are of different classes, in a random
-    order. A class gives its samples in a random order, and begins again in another order after the last one. So an
-    epoch has some samples several times, each with its own number of repeat, and leaves others out.
+    order. A class gives its samples in a random order, and begins again in another order after the last one: an epoch
+    has some samples several times, each with its own number of repeat, and leaves others out.
     """
 
     def __init__(self, classes: npt.NDArray[np.int64], batch_size: int, **options: int) -> None:
         super().__init__(len(classes), batch_size, **options)
         self._balanced = BalancedDraw(classes)
 
-    def draw(self, count: int) -> tuple[list[int], list[int] | None]:
+    def draw(self, count: int) -> tuple[list[int], list[int]]:
         return self._balanced.draw(count, np.random.default_rng(derive_seed(self.seed, self.epoch)))
 
 
@@ -183,8 +177,8 @@ class EvaluationSampler(Sampler[list[int]]):
     """Yields batches of sample positions: each sample once over all ranks, and the same number of batches on each rank.
 
     Batches differ in size by at most one; with fewer samples than ranks some are empty. A batch takes its samples at a
-    constant stride over the whole set, so that sets sorted by class give mixed batches. After `keep_order` it takes
-    neighbours, and the batches one after the other are the whole set: rank r of n has every n-th batch, from batch r.
+    constant stride over the whole set, so that sets sorted by class give mixed batches. After `keep_order` batches are
+    in order: rank r of n has every n-th batch, from batch r.
     """
 
     def __init__(self, num_samples: int, batch_size: int, *, rank: int = 0, world_size: int = 1) -> None:
@@ -199,7 +193,7 @@ class EvaluationSampler(Sampler[list[int]]):
         return math.ceil(self.num_samples / (self.batch_size * self.world_size))
 
     def __iter__(self) -> Iterator[list[int]]:
-        yield from map(self.batch, range(len(self)))
+        return map(self.batch, range(len(self)))
 
     def batch(self, number: int) -> list[int]:
         """The positions of the samples of a batch."""

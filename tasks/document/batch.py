@@ -7,8 +7,8 @@ A loader yields `(DocumentInputs, targets)`. All documents of a packed batch lie
     logits = model(inputs.tokens, cu_seqlens=packing)                 # [N, classes]
     loss = cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
 
-A batch may have more places (N) than documents, so that packed batches of a loader have the same shapes, and all
-processes have as many batches. An empty place has the document number -1 and no target: IGNORED, or zeros for labels.
+A batch may have more places (N) than documents, so that all packed batches have one shape and all processes have as
+many batches. An empty place has the document number -1 and the target IGNORED, or zeros for labels.
 """
 
 from __future__ import annotations
@@ -40,12 +40,11 @@ class DocumentInputs(NamedTuple):
     """The documents of a batch with N places. Lightning moves the tensors to the device; numbers stay on the host.
 
     tokens: int64, packed `[1, L]` with the token budget L, or padded `[N, T]` with a length T for each batch.
-    cu_seqlens: `[N + 1]` int32, the borders of N sequences in a packed row; None for padded batches. Documents come
-        first. Sequences of padding, which count as empty places, fill the row up to L.
+    cu_seqlens: `[N + 1]` int32, the borders of N sequences in a packed row, documents first. Sequences of padding,
+        which are empty places, fill the row up to L. None for padded batches.
     mask: `[N, T]` bool, True at the tokens of documents in padded batches; None for packed ones.
     max_seqlen: an upper bound of the sequences' lengths; constant for packed batches of a loader, T for padded ones.
-    lengths: `[N]` int64, the tokens of each document after truncation; 0 in empty places.
-    whole_lengths: `[N]` int64, the tokens of each document before truncation; 0 in empty places.
+    lengths, whole_lengths: `[N]` int64, tokens of each document after and before truncation; 0 in empty places.
     numbers: `[N]` int64, the number of each document in its split; -1 in empty places.
     units: documents in this batch on this process; may be 0 in a distributed evaluation.
     token_count: the sum of `lengths`.
@@ -69,8 +68,7 @@ DocumentBatch = tuple[DocumentInputs, Tensor]
 def truncate(tokens: Tokens, max_length: int | None, truncation: str, separator: int | None) -> Tokens:
     """At most `max_length` tokens of a document.
 
-    `head` takes the first tokens, `tail` the last, `head_tail` half of each (the odd token from the head), `middle` the
-    middle ones, `none` all. A leading `separator` is always kept.
+    `head_tail` takes half from each end (the odd token from the head). A leading `separator` is always kept.
     """
     if truncation == "none" or max_length is None or len(tokens) <= max_length:
         return tokens
@@ -130,20 +128,17 @@ class Split(NamedTuple):
         """The tokens of the longest document after truncation."""
         return int(self.lengths.max())
 
-    def read(self, document: int, random: np.random.Generator | None = None) -> Tokens:
-        """The tokens of a document after truncation, or with `random` a random window of them."""
+    def read(self, document: int, crop_seed: int | None = None) -> Tokens:
+        """The tokens of a document after truncation, or with a seed a random window of them."""
         number = self.numbers[document]
         tokens = np.asarray(self.corpus.tokens[self.corpus.offsets[number] : self.corpus.offsets[number + 1]])
-        if random is not None and self.max_length is not None:
-            return crop(tokens, self.max_length, self.separator, random)
+        if crop_seed is not None and self.max_length is not None:
+            return crop(tokens, self.max_length, self.separator, np.random.default_rng(crop_seed))
         return truncate(tokens, self.max_length, self.truncation, self.separator)
 
 
 class Chosen(NamedTuple):
-    """The documents of a batch with `places`, by their numbers in the split.
-
-    `length` is the row length of a padded batch; None for a packed one, whose length is the token budget.
-    """
+    """The documents of a batch by their numbers in the split; `length` of its padded rows, None if it is packed."""
 
     documents: list[int]
     places: int
@@ -163,7 +158,10 @@ class DocumentBatches(Dataset[tuple[DocumentInputs, Tensor, list[Any]]]):
         self._whole_lengths = split.whole_lengths
 
     def __getitem__(self, chosen: Chosen) -> tuple[DocumentInputs, Tensor, list[Any]]:
-        documents = [self._read(number, chosen.epoch) for number in chosen.documents]
+        documents = []
+        for number in chosen.documents:
+            crop_seed = None if self.crops is None else derive_seed(self.crops, chosen.epoch, number)
+            documents.append(self.split.read(number, crop_seed))
         count, places = len(documents), chosen.places
         lengths = np.zeros(places, np.int64)
         lengths[:count] = [len(one) for one in documents]
@@ -177,8 +175,7 @@ class DocumentBatches(Dataset[tuple[DocumentInputs, Tensor, list[Any]]]):
         else:
             mask = np.arange(chosen.length) < lengths[:, None]
             tokens = np.full((places, chosen.length), padding, np.int64)
-            for row, one in zip(tokens, documents, strict=False):
-                row[: len(one)] = one
+            tokens[mask] = np.concatenate([*documents, np.zeros(0, np.int64)])
         inputs = DocumentInputs(
             tokens=torch.from_numpy(tokens),
             cu_seqlens=None if cu_seqlens is None else torch.from_numpy(cu_seqlens),
@@ -195,34 +192,22 @@ class DocumentBatches(Dataset[tuple[DocumentInputs, Tensor, list[Any]]]):
         targets[:count] = known[chosen.documents]
         return inputs, torch.from_numpy(targets), []
 
-    def _read(self, document: int, epoch: int) -> Tokens:
-        if self.crops is None:
-            return self.split.read(document)
-        return self.split.read(document, np.random.default_rng(derive_seed(self.crops, epoch, document)))
-
     def _pack(self, documents: list[Tokens], places: int, padding: int) -> tuple[Tokens, npt.NDArray[np.int32]]:
         """Documents end to end in `[1, budget]`, then sequences of padding; and the borders of all `[places + 1]`."""
         tokens = np.full((1, self.budget), padding, np.int64)
+        ends = np.cumsum([0, *map(len, documents)])
+        tokens[0, : ends[-1]] = np.concatenate([*documents, np.zeros(0, np.int64)])
+        fill = np.arange(ends[-1] + self.longest, self.budget, self.longest)
         borders = np.full(places + 1, self.budget, np.int32)
-        borders[0] = end = 0
-        for place, one in enumerate(documents, start=1):
-            tokens[0, end : end + len(one)] = one
-            end += len(one)
-            borders[place] = end
-        fill = np.arange(end + self.longest, self.budget, self.longest)
-        borders[len(documents) + 1 : len(documents) + 1 + len(fill)] = fill
+        borders[: len(ends) + len(fill)] = [*ends, *fill]
         return tokens, borders
 
 
 class DocumentSampler(UpdateSampler[Chosen]):
     """Yields the documents of each training batch; `batch_size` is the token budget of a device.
 
-    `lengths` are the tokens of each document of the split after truncation. All batches have `places`, unless it is
-    None. ValueError for a document longer than the budget.
+    `lengths` are the tokens of each document after truncation. ValueError for a document longer than the budget.
     """
-
-    repeats = 1
-    places: int | None
 
     def __init__(self, lengths: Integers, batch_size: int, *, seed: int, **place: int) -> None:
         super().__init__(batch_size, seed=seed, **place)
@@ -231,10 +216,7 @@ class DocumentSampler(UpdateSampler[Chosen]):
         self.tokens_per_epoch = int(lengths.sum())
         self.longest = int(lengths.max())
         if self.longest > batch_size:
-            raise ValueError(
-                f"the longest training document has {self.longest} tokens, and a batch holds {batch_size}: give a "
-                "larger recipe.batch_size, or data.max_length"
-            )
+            raise ValueError(f"the longest training document has {self.longest} tokens, and a batch holds {batch_size}")
 
 
 class PackedSampler(DocumentSampler):
@@ -244,7 +226,7 @@ class PackedSampler(DocumentSampler):
     depends only on its size and the documents' lengths. Each epoch packs all documents anew, in its own order, and
     leaves out the last rows if they do not fill an effective batch. With `classes [N]` an epoch draws as many
     documents, each class equally often (see `longseq.tasks.data.sampler.BalancedSampler`). ValueError for fewer tokens
-    than an update needs, and for rows that the devices and accumulated batches cannot share evenly.
+    than an update needs, and for rows that do not divide evenly.
     """
 
     def __init__(
@@ -280,7 +262,7 @@ class PackedSampler(DocumentSampler):
 
         def give(update: int, part: int) -> Chosen:
             own = rows[update * self.rows + part : (update + 1) * self.rows : self.parts]
-            return Chosen([number for row in own for number in row], self.places, epoch=epoch)  # type: ignore[arg-type]
+            return Chosen([number for row in own for number in row], self.places, epoch=epoch)
 
         return give
 
@@ -299,8 +281,6 @@ class PaddedSampler(DocumentSampler):
     An epoch reads each document once. It shuffles the documents of each group, and then the batches of all groups. An
     effective batch holds up to its token budget with padding; devices and accumulated batches take every n-th document.
     """
-
-    places = None
 
     def __init__(self, lengths: Integers, batch_size: int, **place: int) -> None:
         super().__init__(lengths, batch_size, **place)  # type: ignore[arg-type]
@@ -328,10 +308,9 @@ class PaddedSampler(DocumentSampler):
 
 
 class EveryDocument(Sampler[Chosen]):
-    """Yields batches for evaluation: each document once over all ranks, and as many batches on each rank.
+    """Yields batches of up to `budget` tokens: each document once over all ranks, and as many batches on each rank.
 
-    A batch holds up to `budget` tokens. Some ranks may end with a batch without documents. ValueError for a document
-    longer than the budget.
+    Some ranks may end with a batch without documents. ValueError for a document longer than the budget.
     """
 
     def __init__(self, lengths: Integers, budget: int, *, packed: bool, rank: int = 0, world_size: int = 1) -> None:
@@ -355,9 +334,7 @@ class EveryDocument(Sampler[Chosen]):
             ]
 
     def keep_order(self) -> None:
-        """Read the documents in the order of the split, as predictions need: rank r of n has every n-th batch from r
-        on. Padded batches of neighbours have more padding than batches of similar lengths.
-        """
+        """Read the documents in the order of the split, for predictions: rank r of n has every n-th batch from r on."""
         rows: list[list[int]] = [[]]
         tokens = longest = 0
         for number, length in enumerate(self._lengths.tolist()):
@@ -385,8 +362,7 @@ def row_count(lengths: Integers, budget: int, most: int = 1024) -> int:
     """The number of rows of equal length into which an effective batch of `budget` tokens is cut.
 
     It is the largest divisor of the budget, at most `most`, whose rows hold the longest document and are filled to
-    95 %; if none is, the divisor with the fullest rows. It depends on neither the number of devices nor the number of
-    accumulated batches.
+    95 %; without such a divisor, the one with the fullest rows.
     """
     longest = int(lengths.max())
     sample = lengths if len(lengths) <= _SAMPLE else np.random.default_rng(0).choice(lengths, _SAMPLE, replace=False)
@@ -448,9 +424,7 @@ def pack(lengths: Integers, order: Sequence[int], row: int, slots: int) -> Itera
 
 
 class Group(NamedTuple):
-    """Padded batches of similar lengths: the documents `order[start:stop]` from long to short, in batches of `rows`
-    documents of `length` tokens. The last batch may have fewer.
-    """
+    """Documents `order[start:stop]` of similar lengths, in batches of `rows` documents padded to `length` tokens."""
 
     start: int
     stop: int
@@ -462,8 +436,7 @@ def group(lengths: Integers, budget: int) -> list[Group]:
     """Groups of documents, sorted from long to short, for padded batches of at most `budget` tokens.
 
     A group has 8, 4, 2 or 1 batches, the most that keep padding to at most 4 % of the tokens. If one batch has more
-    padding, it becomes smaller, down to 8 documents. Above 8, the documents of a batch are a multiple of 8, so that
-    devices share them evenly.
+    padding, it becomes smaller, down to 8 documents. Larger batches have a multiple of 8, so that devices share evenly.
     """
     found: list[Group] = []
     start = 0

@@ -1,4 +1,4 @@
-"""The configuration keys of document classifiers, and what a model records of its documents."""
+"""The configuration keys of document classifiers, and the facts that a model records of its documents."""
 
 from __future__ import annotations
 
@@ -136,12 +136,12 @@ class DocumentKeys(TaskKeys):
 
 @dataclass(frozen=True)
 class DocumentInfo(Info):
-    """What models, checkpoints and exported files need to know of the documents.
+    """The facts about documents that models, checkpoints and exported files need.
 
     class_names: in the order of a model's outputs. With `multi_label` a document has any number of them.
     vocab_size: the number of tokens.
     separator: the token that begins each document. None for data that consists of tokens.
-    tokenizer: what `Tokenizer.to_dict` returns. None for data that consists of tokens.
+    tokenizer: from `Tokenizer.to_dict`. None for data that consists of tokens.
     window: the tokens of the longest training document, after truncation.
     max_length, truncation: see `longseq.tasks.document.batch.truncate`.
     segment, gradient_segments: see `longseq.backbones.segments`; None for whole documents, and for all segments.
@@ -149,9 +149,8 @@ class DocumentInfo(Info):
     class_counts: the training documents of each class.
     class_weights: the weight of each class, or of each label that a document has, in the loss. None: all are 1.
     thresholds: see `longseq.tasks.training.metrics.decide`. None: one half, or the most probable class.
-    source: `data.source` of the training; None if unknown. `source_plugin` is the plug-in that registers it.
-    preparation: names the function by which the source prepares a text (see
-        `longseq.tasks.document.sources.describe_preparation`). None for no function.
+    source, source_plugin: `data.source` of the training, and the plug-in that registers it; None if unknown.
+    preparation: the name of the source's function `prepare`, None without one.
     """
 
     class_names: list[str]
@@ -185,7 +184,7 @@ class DocumentInfo(Info):
             raise ValueError("the model was trained on tokens that stand for no text")
         found = tokenizer_from_dict(self.tokenizer)
         if found.vocab_size > self.vocab_size or found.separator != self.separator:
-            raise ValueError("the tokenizer beside the model is not that of its training")
+            raise ValueError("the saved tokenizer is not the one of the training")
         return found
 
     def describe(self) -> str:

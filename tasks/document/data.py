@@ -7,7 +7,7 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from longseq.tasks.text.corpora import in_cache
 from longseq.tasks.text.documents import batched, encode
 from longseq.tasks.text.prepare import manifest_of
 from longseq.tasks.text.sources import Document, Malformed
-from longseq.tasks.text.store import SPLITS, Integers
+from longseq.tasks.text.store import SPLITS, STAGES, Integers
 from longseq.tasks.text.tokenizer import (
     ByteTokenizer,
     Tokenizer,
@@ -46,11 +46,7 @@ from longseq.tasks.text.tokenizer import (
 from longseq.tasks.training.system import write_text
 from longseq.tokenizer_files import same_tokenizer
 
-# The split of each stage of a run.
-STAGES = {"train": "train", "val": "validation", "test": "test"}
-
-# The tokens of a batch in evaluation, if the model was saved without its run.
-_BUDGET = 65536
+_BUDGET = 65536  # tokens of a batch in evaluation, if the model was saved without its run
 
 # The only split of a folder of prepared documents, and the list of unreadable documents in it.
 _DOCUMENTS, _LEFT_OUT = "documents", "left_out.txt"
@@ -67,9 +63,9 @@ class DocumentData(TaskData):
     `longseq.tasks.data.labels.find_weights` for `class_weights`.
 
     `validation` and `test` are files, or shares of the training documents, stratified by label (see `divide`). A
-    warning counts the documents that are in two splits; with `duplicates=drop`, training and validation leave out what
-    test has, and training what validation has. Unreadable documents are left out and listed, or with `on_bad_line=stop`
-    an error. `sampling=balanced` draws each class equally often, and documents of several labels by the rarest one.
+    warning counts the documents that are in two splits; `duplicates=drop` removes them from the earlier one of train,
+    validation and test. Unreadable documents are left out and listed, or with `on_bad_line=stop` an error.
+    `sampling=balanced` draws each class equally often, and documents of several labels by the rarest one.
 
     `tokenizer=train:SIZE` is trained on the training documents. Batch sizes count tokens. The documents of a batch are
     a function of (`seed`, epoch, place in the epoch), and the windows of `random_crops` of (`seed`, epoch, document).
@@ -88,8 +84,9 @@ class DocumentData(TaskData):
         stages: Collection[str] = tuple(STAGES),
         trained: DocumentInfo | None = None,
     ) -> None:
-        """`init` is the checkpoint with the initial weights. Only documents of `stages` are opened. `trained` is the
-        info of a trained model, which gives the tokenizer and the classes.
+        """Open the documents of `stages`; `trained`, the info of a model, gives the tokenizer and the classes.
+
+        The checkpoint `init` gives the default tokenizer.
         """
         super().__init__()
         self.keys = keys = read(DocumentDataKeys, vars(keys), "data")
@@ -124,24 +121,18 @@ class DocumentData(TaskData):
         trained: DocumentInfo,
         batch_size: int,
     ) -> DocumentData:
-        own = config.get("data") or {
-            "name": "given",
-            "source": "files",
-            "multi_label": trained.multi_label,
-            "text_column": trained.text_column,
-            "max_length": trained.max_length,
-            "truncation": trained.truncation,
-            "segment": trained.segment,
-        }
+        copied = ("multi_label", "text_column", "max_length", "truncation", "segment")
+        given = {"name": "given", "source": "files", **{key: getattr(trained, key) for key in copied}}
+        own = config.get("data") or given
         # The model has its tokenizer; the file of the training may be gone.
         own = {**own, "tokenizer": None, "separator": None, "sampling": None, "random_crops": False}
         if changes.get("truncation") == "none":
             own["max_length"] = None
         found = dict(changes)
         for name in ("validation", "test"):  # a file in the working folder, not below the root of the training
-            given = changes.get(name)
-            if isinstance(given, str) and "root" not in changes and os.path.exists(given):
-                found[name] = os.path.abspath(given)
+            file = changes.get(name)
+            if isinstance(file, str) and "root" not in changes and os.path.exists(file):
+                found[name] = os.path.abspath(file)
         keys = read(DocumentDataKeys, {**own, **found}, "data")
         if keys.multi_label != trained.multi_label:
             raise ValueError(f"the model was trained with data.multi_label={trained.multi_label}")
@@ -166,7 +157,6 @@ class DocumentData(TaskData):
 
     @property
     def batches_per_epoch(self) -> int:
-        """The number of training batches of one device in an epoch."""
         return self._count_epoch()[0]
 
     @property
@@ -292,17 +282,14 @@ class DocumentData(TaskData):
     def _prepare(self, reader: Reader, tokenizer: Tokenizer | Bare, split: str) -> Labelled:
         """The documents of a reader as tokens, from the cache if it has them."""
         keys = self.keys
-        given = getattr(keys, split, None)
+        given = getattr(keys, split)
         name = Path(os.path.abspath(given if isinstance(given, str) else keys.root or keys.source)).stem
         reading = {
             "source": keys.source,
             "columns": [keys.text_column, keys.label_column, keys.label_delimiter, keys.multi_label],
             "options": dict(keys.options),
         }
-        made_by = {"kind": "bare", "vocab_size": tokenizer.vocab_size}
-        if not isinstance(tokenizer, Bare):
-            made_by = tokenizer.to_dict()
-        plan = [store.VERSION, reader.stamp, reading, made_by]
+        plan = [store.VERSION, reader.stamp, reading, tokenizer.to_dict()]
         folder = in_cache(name, plan, keys.cache, store.MANIFEST, lambda folder: _write(reader, tokenizer, folder))
         opened = store.open_store(folder, check=keys.check)
         manifest = json.loads((folder / store.MANIFEST).read_text(encoding="utf-8"))
@@ -326,16 +313,15 @@ class DocumentData(TaskData):
             name: np.ascontiguousarray(np.asarray(one.corpus.hashes)[numbers[name]]).view(pair).reshape(-1)
             for name, one in found.items()
         }
-        for place, name in enumerate(SPLITS):
-            later = [hashes[other] for other in SPLITS[place + 1 :] if other in hashes]
-            if name not in hashes or not later:
-                continue
-            repeated = np.flatnonzero(np.isin(hashes[name], np.concatenate(later)))
-            if not len(repeated):
-                continue
-            _warn(f"{len(repeated)} {name} documents are in a later split too (data.duplicates={self.keys.duplicates})")
-            if self.keys.duplicates == "drop":
-                numbers[name] = np.delete(numbers[name], repeated)
+        names = [name for name in SPLITS if name in hashes]
+        for place, name in enumerate(names[:-1], start=1):
+            later = np.concatenate([hashes[other] for other in names[place:]])
+            repeated = np.flatnonzero(np.isin(hashes[name], later))
+            if len(repeated):
+                choice = self.keys.duplicates
+                _warn(f"{len(repeated)} {name} documents are in a later split too (data.duplicates={choice})")
+                if choice == "drop":
+                    numbers[name] = np.delete(numbers[name], repeated)
 
     def _finish(
         self, found: Mapping[str, Labelled], numbers: Mapping[str, Integers], tokenizer: Tokenizer | Bare
@@ -353,19 +339,14 @@ class DocumentData(TaskData):
         for name, own in used.items():
             if unknown := sorted(own.difference(names)):
                 raise ValueError(f"the label {unknown[0]!r} of {name} documents is not among the classes {names}")
-        separator = None if isinstance(tokenizer, Bare) else tokenizer.separator
         for stage, name in STAGES.items():
             if name in found:
                 targets = targets_of(labels[name], found[name].sets, names, multi_label=keys.multi_label)
                 self._splits[stage] = Split(
-                    found[name].corpus, numbers[name], targets, separator, keys.max_length, keys.truncation
+                    found[name].corpus, numbers[name], targets, tokenizer.separator, keys.max_length, keys.truncation
                 )
-        reading: dict[str, Any] = {
-            "max_length": keys.max_length,
-            "truncation": keys.truncation,
-            "segment": keys.segment,
-            "gradient_segments": keys.gradient_segments,
-        }
+        copied = ("max_length", "truncation", "segment", "gradient_segments")
+        reading = {key: getattr(keys, key) for key in copied}
         sizes: dict[str, int | None] = {stage: split.documents for stage, split in self._splits.items()}
         checksums = {stage: [split.checksum()] for stage, split in self._splits.items()}
         if trained is not None:
@@ -378,7 +359,7 @@ class DocumentData(TaskData):
             class_names=names,
             multi_label=keys.multi_label,
             vocab_size=tokenizer.vocab_size,
-            separator=separator,
+            separator=tokenizer.separator,
             tokenizer=None if isinstance(tokenizer, Bare) else tokenizer.to_dict(),
             window=train.longest,
             text_column=keys.text_column,
@@ -415,9 +396,13 @@ def _refuse_trained(keys: DocumentDataKeys, run: DocumentDataKeys, split: str) -
 
 @dataclass(frozen=True)
 class Bare:
-    """In place of a tokenizer, for documents that are tokens and stand for no text."""
+    """In place of a tokenizer, for documents that are tokens without a text."""
 
     vocab_size: int
+    separator: None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"kind": "bare", "vocab_size": self.vocab_size}
 
 
 @dataclass(frozen=True)
@@ -450,33 +435,29 @@ def _write(reader: Reader, tokenizer: Tokenizer | Bare, folder: Path) -> None:
     writer = store.SplitWriter(folder, _DOCUMENTS, store.file_types(tokenizer.vocab_size, labels=True))
     numbers: dict[Labels, int] = {}
     left_out: list[str] = []
-    for batch in batched(_readable(reader.read(), left_out)):
+
+    def readable() -> Iterator[Sample]:
+        for one in reader.read():
+            if isinstance(one, Malformed):
+                left_out.append(one.describe())
+            elif not len(one.document.strip() if isinstance(one.document, str) else one.document):
+                left_out.append(f"{one.place.describe()}: an empty document")
+            else:
+                yield one
+
+    for batch in batched(readable()):
         labels = np.array([numbers.setdefault(one.labels, len(numbers)) for one in batch], np.int64)
         tokens, lengths, byte_counts, hashes = _encode(batch, tokenizer)
         writer.add(tokens, lengths, byte_counts, labels=labels, hashes=hashes)
     (folder / _LEFT_OUT).write_text("".join(f"{line}\n" for line in left_out), encoding="utf-8")
-    manifest: dict[str, Any] = {"version": store.VERSION, "vocab_size": tokenizer.vocab_size}
-    manifest |= {"separator": None, "tokenizer": {"kind": "bare"}}
-    if not isinstance(tokenizer, Bare):
-        manifest = manifest_of(tokenizer, folder)
-    manifest |= {
+    manifest = {
+        **manifest_of(tokenizer, folder),
         "gzip_bits_per_byte": None,
         "splits": {_DOCUMENTS: writer.close()},
         "label_sets": list(numbers),
         "left_out": len(left_out),
     }
     write_text(folder / store.MANIFEST, json.dumps(manifest, indent=1) + "\n")
-
-
-def _readable(samples: Iterable[Sample | Malformed], left_out: list[str]) -> Iterator[Sample]:
-    """The readable documents; descriptions of the others are added to `left_out`."""
-    for one in samples:
-        if isinstance(one, Malformed):
-            left_out.append(one.describe())
-        elif not len(one.document.strip() if isinstance(one.document, str) else one.document):
-            left_out.append(f"{one.place.describe()}: an empty document")
-        else:
-            yield one
 
 
 def _encode(batch: list[Sample], tokenizer: Tokenizer | Bare) -> tuple[Any, Any, Any, Any]:
@@ -498,7 +479,7 @@ def divide(found: Labelled, fractions: Mapping[str, float], *, multi_label: bool
     Of the documents of a label, the share `fractions["validation"]` goes to validation and `fractions["test"]` to test,
     at least one to each if there are enough. Hashes of the contents choose them, so that a split depends on neither the
     order of a file nor a seed, and equal documents go to the same split. A document of several labels counts for its
-    rarest one. ValueError for a class of one document, which cannot be both trained on and measured.
+    rarest one. ValueError for a class with only one document.
     """
     labels, hashes, sets = np.asarray(found.corpus.labels), np.asarray(found.corpus.hashes), found.sets
     counts: Counter[str] = Counter()

@@ -14,34 +14,15 @@ from torch import nn
 from longseq.backbones.classifier import TextClassifier
 from longseq.backbones.segments import find_obstacle, read_in_segments, whole_chunks
 from longseq.kernels.packing import Packing
-from longseq.tasks.data.module import (
-    Inputs,
-    Predict,
-    Prediction,
-    Unreadable,
-    decided_details,
-    predictions_of,
-)
+from longseq.tasks.data.module import Inputs, Predict, Prediction, Unreadable, decided_details, predictions_of
 from longseq.tasks.document.batch import truncate
 from longseq.tasks.document.config import DocumentInfo
 from longseq.tasks.document.sources import preparation_of
-from longseq.tasks.report import progress_bar
-from longseq.tasks.text.sources import (
-    TEXT,
-    Columns,
-    Document,
-    Malformed,
-    Part,
-    files_below,
-    find_parts,
-    is_saved,
-    read_part,
-)
+from longseq.tasks.text.sources import TEXT, Columns, Malformed, Part, files_below, find_parts, is_saved, read_parts
 from longseq.tasks.text.store import token_type
 from longseq.tasks.text.tokenizer import Tokenizer
 
-# The default of `segment`: tokens in memory at once.
-SEGMENT = 8192
+SEGMENT = 8192  # the default of `segment`: tokens in memory at once
 
 
 class _Document(NamedTuple):
@@ -56,9 +37,8 @@ class DocumentFiles(Inputs):
     """The documents of a file or of all files below a folder.
 
     A jsonl, csv, tsv or parquet file holds many documents, any other file one; only the column of the text is read.
-    Written are the path; `document`, the number in the whole input from 0, unreadable documents included; `tokens`, the
-    length; `cut`, how many tokens truncation leaves out; and `decision` as in `InputFiles`. Probabilities are a softmax
-    over the classes, or with several labels a sigmoid of each.
+    A prediction has the path; `document`, the number in the whole input from 0, unreadable documents included;
+    `tokens`, the length; `cut`, the tokens that truncation leaves out; and `decision` as in `InputFiles`.
 
     A batch has up to `segment` tokens. Models with carried state read longer documents in segments (see
     `longseq.backbones.segments`).
@@ -81,29 +61,29 @@ class DocumentFiles(Inputs):
         return cls(find_parts(inputs, columns), columns, info, info.make_tokenizer())
 
     def predict(self, model: nn.Module, keys: Predict) -> Iterator[Prediction | Unreadable]:
-        segment = keys.segment or self.info.segment or SEGMENT
-        whole = find_obstacle(model) is not None  # the model cannot read a document in segments
-        if not whole:
-            segment = whole_chunks(model, segment)  # type: ignore[arg-type]
+        most = keys.segment or self.info.segment or SEGMENT
+        segment = None  # the model reads whole documents
+        if find_obstacle(model) is None:
+            segment = most = whole_chunks(model, most)  # type: ignore[arg-type]
         group: list[_Document] = []
-        most = model.body.max_length if isinstance(model, TextClassifier) else None  # of learned positions
-        for one in self._documents(keys.truncation or self.info.truncation, most):
+        positions = model.body.max_length if isinstance(model, TextClassifier) else None
+        for one in self._documents(keys.truncation or self.info.truncation, positions):
             if isinstance(one, Unreadable):
                 yield one
                 continue
             tokens = sum(len(document.tokens) for document in (*group, one))
-            if group and (len(group) == keys.batch_size or tokens > segment):
-                yield from self._classify(model, group, None if whole else segment, keys.top_k)
+            if group and (len(group) == keys.batch_size or tokens > most):
+                yield from self._classify(model, group, segment, keys.top_k)
                 group = []
             group.append(one)
         if group:
-            yield from self._classify(model, group, None if whole else segment, keys.top_k)
+            yield from self._classify(model, group, segment, keys.top_k)
 
     def _documents(self, truncation: str, most: int | None) -> Iterator[_Document | Unreadable]:
         """The documents in order, truncated; `most` is the length that the model can read."""
         info, dtype = self.info, token_type(self.info.vocab_size)
         begin = np.array([] if info.separator is None else [info.separator], dtype)
-        for number, one in enumerate(self._texts()):
+        for number, one in enumerate(read_parts(self.parts, self.columns, "predicting")):
             assert one.place is not None
             path, details = one.place.path, {"document": number}
             if isinstance(one, Malformed):
@@ -121,12 +101,6 @@ class DocumentFiles(Inputs):
             else:
                 yield _Document(path, kept, details)
 
-    def _texts(self) -> Iterator[Document | Malformed]:
-        with progress_bar("predicting", len(self.parts)) as advance:
-            for part in self.parts:
-                yield from read_part(part, self.columns)
-                advance(1)
-
     def _classify(
         self, model: Any, documents: list[_Document], segment: int | None, top_k: int | None
     ) -> Iterator[Prediction | Unreadable]:
@@ -137,10 +111,8 @@ class DocumentFiles(Inputs):
         else:
             device = next((x.device for x in chain(model.parameters(), model.buffers())), torch.device("cpu"))
             logits = model(tokens.to(device, torch.long), cu_seqlens=Packing(borders, device=device))
-        logits = logits.float()
-        probabilities = logits.sigmoid() if self.info.multi_label else logits.softmax(dim=1)
         places = ((document.path, document.details) for document in documents)
-        yield from predictions_of(places, probabilities, self.info, top_k or len(self.info.class_names))
+        yield from predictions_of(places, logits, self.info, top_k or len(self.info.class_names))
 
 
 def _without(path: str, description: str) -> str:

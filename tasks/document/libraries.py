@@ -1,8 +1,4 @@
-"""Python files of eight installed libraries, which are the classes: real documents that every install has.
-
-`conceal` removes what gives a library away: imports, comments at the beginning (licences), lines with a copyright, and
-the names of the libraries, which a neutral word replaces.
-"""
+"""Python files of eight installed libraries, which are the classes: real documents that every install has."""
 
 from __future__ import annotations
 
@@ -12,21 +8,15 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from longseq.tasks.document.sources import TEXT_KEYS, Opened, Reader, Sample, Source, register
 from longseq.tasks.text.corpora import modules_of
 from longseq.tasks.text.sources import TEXT, Malformed, group_files, read_part
 from longseq.tasks.text.store import stamp
 
-if TYPE_CHECKING:
-    from longseq.tasks.document.config import DocumentDataKeys
-
-# Direct and indirect dependencies, which every install has.
 LIBRARIES = ("lightning", "networkx", "scipy", "sklearn", "sympy", "timm", "torch", "torchmetrics")
-
-# The fewest bytes of a file, and the most files of a library, so that the classes have similar sizes.
-_SHORTEST, _MOST = 1000, 320
+_SHORTEST = 1000  # bytes of a file
+_MOST = 320  # files of a library, so that the classes have similar sizes
 
 # Also names in prose and of packages inside the libraries, longer names first, since they contain shorter ones.
 # The lookahead at the first letter makes the search three times as fast.
@@ -45,7 +35,10 @@ _COPYRIGHT = re.compile(r"^[^\n]*(?:copyright|licen[cs]e)[^\n]*\n?", re.IGNORECA
 
 
 def conceal(source: str) -> str:
-    """The text of a Python file without what gives its library away (see the module)."""
+    """A Python file without what gives its library away.
+
+    Imports, comments at the beginning and lines with a copyright are removed; the names of libraries become "library".
+    """
     text = _HEAD.sub("", source, count=1)
     text = _COPYRIGHT.sub("", _IMPORTS.sub("", text))
     return _NAMES.sub("library", text)
@@ -81,15 +74,10 @@ def _read(files: dict[str, list[str]]) -> Iterator[Sample | Malformed]:
                     yield Sample(text, (name,), one.place)
 
 
-def _open(keys: DocumentDataKeys) -> Opened:
-    def train() -> Reader:
-        files = find_files()
-        paths = [path for paths in files.values() for path in paths]
-        return Reader(
-            lambda: _read(files), stamp=[_hash(_NAMES.pattern).hex(), *([path, *stamp(path)] for path in paths)]
-        )
-
-    return Opened({"train": train})
+def _find() -> Reader:
+    files = find_files()
+    stamps = [[path, *stamp(path)] for paths in files.values() for path in paths]
+    return Reader(lambda: _read(files), stamp=[_hash(_NAMES.pattern).hex(), *stamps])
 
 
-register("libraries", Source(_open, reads=TEXT_KEYS, prepare=conceal))
+register("libraries", Source(lambda keys: Opened({"train": _find}), reads=TEXT_KEYS, prepare=conceal))

@@ -44,8 +44,7 @@ class DocumentModel(TaskModel):
         """Copy the body of a language model or of another classifier (see `TextClassifier.load_body`).
 
         A classifier of the same kind and classes also gives its head, and its pooling and n-grams if they are of the
-        same form. A note names the parts that are new. ValueError for another tokenizer, and for options by which the
-        same weights compute something else.
+        same form. ValueError for another tokenizer, and for options by which the same weights compute something else.
         """
         trained: Any = loaded.backbone
         if isinstance(model, LinearTextClassifier) or isinstance(trained, LinearTextClassifier):

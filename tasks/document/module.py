@@ -17,14 +17,7 @@ from longseq.backbones.segments import check_segments, read_in_segments
 from longseq.kernels.packing import Packing
 from longseq.models import CHECKPOINT_CONFIG, build
 from longseq.tasks.config import Criterion, read
-from longseq.tasks.data.loader import (
-    TARGETS,
-    begins_with_tokens,
-    check_class_numbers,
-    check_several_labels,
-    find_entry,
-    read_mask,
-)
+from longseq.tasks.data import loader
 from longseq.tasks.document.batch import DocumentBatch, DocumentInputs
 from longseq.tasks.document.config import DocumentInfo, LinearModelKeys
 from longseq.tasks.document.model import fit_linear, read_documents
@@ -39,10 +32,10 @@ class DocumentTask(ClassifierModule):
     """Trains and measures a classifier on documents, packed or padded; `read_batch` lists the batches that it reads.
 
     The loss of a document is the cross-entropy of its class, or the mean of the binary cross-entropies of all labels.
-    An update minimises the mean over all of its documents, in any batch and process, which is `train/loss`. The
-    `class_weights` of `info` multiply the loss of a document by the weight of its class, or the cross-entropy of each
-    label that it has by the weight of the label. `label_smoothing` spreads a part of the target's probability evenly
-    over the classes, or moves the target of each label towards 1/2. Losses of validation and test have neither.
+    An update minimises `train/loss`, the mean over all of its documents. The `class_weights` of `info` multiply the
+    loss of a document by the weight of its class, or the cross-entropy of each label that it has by the label's.
+    `label_smoothing` spreads a part of the target's probability evenly over the classes, or moves the target of each
+    label towards 1/2. Losses of validation and test have neither.
 
     Logs `train/{loss,lr}`, `{val,test}/loss` and `{val,test}/METRIC` for the metrics of
     `longseq.tasks.document.report.make_scores`, and in a test `test/METRIC_BIN` for each bin of lengths with documents.
@@ -121,9 +114,9 @@ class DocumentTask(ClassifierModule):
         if isinstance(batch, tuple | list) and isinstance(batch[0], DocumentInputs):
             return batch[0], batch[1]
         if isinstance(batch, Mapping):
-            tokens = find_entry(batch, ("input_ids", "tokens"), "tokens")
-            mask = read_mask(batch, tokens)
-            if not begins_with_tokens(mask):
+            tokens = loader.find_entry(batch, ("input_ids", "tokens"), "tokens")
+            mask = loader.read_mask(batch, tokens)
+            if not loader.begins_with_tokens(mask):
                 raise ValueError("attention_mask: padding must follow the tokens of a row")
         else:
             tokens = batch if isinstance(batch, Tensor) else batch[0]
@@ -131,14 +124,14 @@ class DocumentTask(ClassifierModule):
         if self.predicts:
             targets = tokens.new_zeros((len(tokens), self.num_classes) if self.multi_label else len(tokens))
         else:
-            targets = find_entry(batch, TARGETS, "labels") if isinstance(batch, Mapping) else batch[1]
+            targets = loader.find_entry(batch, loader.TARGETS, "labels") if isinstance(batch, Mapping) else batch[1]
         if tokens.ndim != 2 or targets.ndim != (2 if self.info.multi_label else 1) or len(targets) != len(tokens):
             raise ValueError(f"tokens {list(tokens.shape)} do not fit labels {list(targets.shape)}")
         if self.info.multi_label:
-            check_several_labels(targets, exact=not self.training)
+            loader.check_several_labels(targets, exact=not self.training)
         else:
-            check_class_numbers(targets, self.num_classes)
-        lengths, count = mask.sum(dim=1), len(tokens)
+            loader.check_class_numbers(targets, self.num_classes)
+        lengths = mask.sum(dim=1)
         inputs = DocumentInputs(
             tokens=tokens.long(),
             cu_seqlens=None,
@@ -146,17 +139,14 @@ class DocumentTask(ClassifierModule):
             max_seqlen=tokens.shape[1],
             lengths=lengths,
             whole_lengths=lengths,
-            numbers=torch.arange(count, device=tokens.device),
-            units=count,
+            numbers=torch.arange(len(tokens), device=tokens.device),
+            units=len(tokens),
             token_count=int(lengths.sum()),
         )
         return inputs, targets.float() if self.info.multi_label else targets.long()
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
-        """The probabilities `[N, C]` of the documents of a batch, which needs no labels.
-
-        `predict_dataloader` of the data module keeps the order of the split.
-        """
+        """The probabilities `[N, C]` of the documents of a batch, which needs no labels."""
         inputs, _ = self.read_batch(batch)
         return self.probabilities(self(inputs)[inputs.numbers >= 0])
 
@@ -211,7 +201,7 @@ class DocumentTask(ClassifierModule):
         self.log_dict({f"test/{name}": value for name, value in scores.items()}, sync_dist=True)
 
     def observe(self, batch: DocumentBatch, examples: int) -> None:
-        """Run the first `examples` documents of a batch through the model's body, for the diagnostics of mixers."""
+        """Run the first `examples` documents of a batch through the body, for the diagnostics of mixers."""
         inputs = batch[0]
         body: Any = self.backbone
         if inputs.cu_seqlens is None:
@@ -237,11 +227,10 @@ class DocumentTask(ClassifierModule):
 
 
 class LinearTask(DocumentTask):
-    """Fits the linear model to all training documents at the beginning of a run, and measures it as any other.
+    """Fits the linear model to all training documents at the beginning of a run, the same in each process.
 
-    An epoch of one batch with a learning rate of 0 follows, after which the Trainer validates, saves and tests. Each of
-    several processes fits the same model. Without `keys`, the keys of the model, the task can only measure. `options`
-    are those of `DocumentTask`.
+    An epoch of one batch with a learning rate of 0 follows, after which the Trainer validates, saves and tests. Without
+    `keys`, the keys of the model, the task can only measure.
     """
 
     def __init__(self, backbone: LinearTextClassifier, *, keys: LinearModelKeys | None = None, **options: Any) -> None:
@@ -254,7 +243,6 @@ class LinearTask(DocumentTask):
 
     @property
     def epochs_trained(self) -> float:
-        """1: the fit reads all training documents once."""
         return 1
 
     def setup(self, stage: str) -> None:

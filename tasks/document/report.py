@@ -17,55 +17,46 @@ from torchmetrics.classification import BinaryCalibrationError, MulticlassF1Scor
 from longseq.backbones.linear_text import LinearTextClassifier
 from longseq.tasks.document.config import DocumentInfo, LinearModelKeys
 from longseq.tasks.document.model import fit_linear, read_documents
-from longseq.tasks.training import targets
+from longseq.tasks.training import metrics, targets
 from longseq.tasks.training.class_report import ClassReport
-from longseq.tasks.training.metrics import (
-    ONE_LABEL,
-    ONE_LABEL_MORE,
-    SEVERAL_LABELS,
-    SEVERAL_LABELS_MORE,
-    Tables,
-    decide,
-    update_metrics,
-)
+from longseq.tasks.training.metrics import decide, update_metrics
 
 if TYPE_CHECKING:
     from longseq.tasks.document.module import DocumentTask
 
 # Upper bounds of the bins by length, in tokens of a document before truncation.
 LENGTHS = (512, 1024, 4096)
-BINS = {f"up_to_{length}": f"up to {length:,} tokens" for length in LENGTHS} | {
-    "longer": f"over {LENGTHS[-1]:,} tokens"
-}
+BINS = {**{f"up_to_{length}": f"up to {length:,} tokens" for length in LENGTHS}, "longer": "over 4,096 tokens"}
 
 
 class LabelCalibrationError(BinaryCalibrationError):
-    """The calibration error over the decisions about all labels, from `[N, C]`."""
+    """The calibration error over all labels, from `[N, C]`."""
 
     def update(self, preds: Tensor, target: Tensor) -> None:
         super().update(preds.flatten(), target.flatten())
 
 
 # The metrics by `multi_label`.
-TABLES: Mapping[bool, Tables] = {
-    False: Tables(
+_ONE, _SEVERAL = metrics.ONE_LABEL, metrics.SEVERAL_LABELS
+TABLES: Mapping[bool, metrics.Tables] = {
+    False: metrics.Tables(
         {
-            "accuracy": ONE_LABEL["top1"],
+            "accuracy": _ONE["top1"],
             "f1_micro": lambda classes: MulticlassF1Score(classes, average="micro", validate_args=False),
-            "f1_macro": ONE_LABEL["f1"],
-            "calibration_error": ONE_LABEL_MORE["calibration_error"],
+            "f1_macro": _ONE["f1"],
+            "calibration_error": metrics.ONE_LABEL_MORE["calibration_error"],
         },
-        {**ONE_LABEL_MORE, "top5": ONE_LABEL["top5"], "balanced_accuracy": ONE_LABEL["balanced_accuracy"]},
+        {**metrics.ONE_LABEL_MORE, "top5": _ONE["top5"], "balanced_accuracy": _ONE["balanced_accuracy"]},
     ),
-    True: Tables(
+    True: metrics.Tables(
         {
-            "accuracy": SEVERAL_LABELS["accuracy"],
-            "f1_micro": SEVERAL_LABELS["f1_micro"],
-            "f1_macro": SEVERAL_LABELS["f1"],
+            "accuracy": _SEVERAL["accuracy"],
+            "f1_micro": _SEVERAL["f1_micro"],
+            "f1_macro": _SEVERAL["f1"],
             "calibration_error": lambda classes: LabelCalibrationError(n_bins=15, validate_args=False),
-            "average_precision": SEVERAL_LABELS["average_precision"],
+            "average_precision": _SEVERAL["average_precision"],
         },
-        SEVERAL_LABELS_MORE,
+        metrics.SEVERAL_LABELS_MORE,
     ),
 }
 
@@ -77,18 +68,15 @@ def make_scores(num_classes: int, multi_label: bool) -> dict[str, Metric]:
     f1_micro, f1_macro: the F1 score over all decisions, and its mean over the classes that documents have or are given.
         With one class a document, the micro average equals the accuracy.
     calibration_error: in 15 bins of equal width by the highest probability, the mean distance between this probability
-        and the accuracy, weighted by documents (Guo et al., 2017, equation 3). With several labels, between the
-        probability of a label and its frequency.
+        and the accuracy (Guo et al., 2017, equation 3); with several labels, between a label's probability and
+        frequency.
     average_precision: with several labels, the mean over the labels that documents have.
     """
     return {name: make(num_classes) for name, make in TABLES[multi_label].always.items()}
 
 
 class ScoresByLength(nn.Module):
-    """The metrics of `make_scores` for each bin of lengths.
-
-    A module, so that its metrics follow the model to its device; checkpoints do not hold them.
-    """
+    """The metrics of `make_scores` for each bin of lengths; a module, so that they follow the model to its device."""
 
     def __init__(self, num_classes: int, multi_label: bool) -> None:
         super().__init__()
@@ -104,7 +92,7 @@ class ScoresByLength(nn.Module):
             update_metrics(self.scores[name], probabilities[chosen], decisions[chosen], targets[chosen])  # type: ignore[arg-type]
 
     def compute(self) -> tuple[dict[str, float], dict[str, int]]:
-        """The metrics, named such as `accuracy_up_to_512`, and the documents of each bin; without empty bins.
+        """The metrics, named such as `accuracy_up_to_512`, and the documents of each bin that has some.
 
         All processes of a run call it together.
         """
@@ -121,7 +109,6 @@ class ScoresByLength(nn.Module):
         return found, {name: count for name, count in counts.items() if count}
 
     def reset(self) -> None:
-        """Forget all documents."""
         for part in self.modules():
             if isinstance(part, Metric):
                 part.reset()
@@ -131,8 +118,8 @@ class ScoresByLength(nn.Module):
 class LinearBaseline(Callback):
     """Fits the linear model to the training documents of a run, and measures it on the test documents.
 
-    It reads the documents as the run's model does, after truncation, and its metrics are `test/linear_accuracy` and so
-    on. A run with more than `most_documents` training documents leaves it out. Its time does not count as the run's.
+    It reads the documents after truncation; its metrics are `test/linear_accuracy` and so on. A run with more than
+    `most_documents` training documents leaves it out.
     """
 
     def __init__(self, most_documents: int = 50_000) -> None:
@@ -150,18 +137,12 @@ class LinearBaseline(Callback):
             model = fit_linear(read_documents(data.split("train")), data.info, LinearModelKeys())
             self.scores = measure(model, read_documents(data.split("test")), data.info)
 
-    def describe(self) -> str:
-        """The accuracy of the linear model in a few words."""
-        if not self.scores:
-            return f"not measured with {self.documents:,} training documents: train model=linear"
-        return f"{self.scores['accuracy']:.4f} by TF-IDF and logistic regression on the same documents"
-
 
 @torch.inference_mode()
 def measure(
     model: LinearTextClassifier, documents: Iterable[tuple[Sequence[int], Any]], info: DocumentInfo
 ) -> dict[str, float]:
-    """The metrics of `make_scores` for a linear model on documents (see `fit_linear`), only on this process."""
+    """The metrics of `make_scores` for a linear model on documents (see `fit_linear`), on this process only."""
     scores = make_scores(info.num_classes, info.multi_label)
     for metric in scores.values():
         metric.distributed_available_fn = lambda: False  # other processes do not take part
@@ -201,7 +182,10 @@ class DocumentReport(ClassReport):
             for name, count in found.items()
         ]
         if (baseline := _baseline(module)) is not None:
-            rows.append(("linear model", baseline.describe()))
+            text = f"not measured with {baseline.documents:,} training documents: train model=linear"
+            if baseline.scores:
+                text = f"{baseline.scores['accuracy']:.4f} by TF-IDF and logistic regression on the same documents"
+            rows.append(("linear model", text))
         return rows + super().rows(module, info)
 
     def next_commands(self, checkpoint: str) -> list[str]:
@@ -209,7 +193,7 @@ class DocumentReport(ClassReport):
 
 
 def _baseline(module: DocumentTask) -> LinearBaseline | None:
-    """The callback that measured or left out the linear model; None if the run has none, or trains that model."""
+    """The callback, if the run has it and trains another model."""
     callbacks: list[Any] = module.trainer.callbacks  # type: ignore[attr-defined]
     found = next((callback for callback in callbacks if isinstance(callback, LinearBaseline)), None)
     return found if found is not None and found.documents else None

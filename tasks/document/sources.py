@@ -1,6 +1,6 @@
 """The sources of labelled documents: files, Long Range Arena, and what a program registers.
 
-A registered source gives documents as text, or as tokens that stand for no text:
+A registered source gives documents as text, or as tokens without a text:
 
 import numpy as np
 from longseq.tasks.document.sources import Opened, Reader, Sample, Source, register
@@ -54,7 +54,7 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class Reader:
-    """The documents of a split. `stamp`, of lists, text and numbers, changes when they change."""
+    """The documents of a split; `stamp`, of lists, text and numbers, changes when they change."""
 
     read: Callable[[], Iterator[Sample | Malformed]]
     stamp: Any
@@ -62,10 +62,9 @@ class Reader:
 
 @dataclass(frozen=True)
 class Opened:
-    """The splits of a source: train, and validation and test unless they are shares of train.
+    """Functions that find the documents of train, and of validation and test unless they are shares of train.
 
-    Each is a function that finds the documents, so that an unused split need not exist. `vocab_size` is the number of
-    tokens of a source of tokens; None for text.
+    `vocab_size` is the number of tokens of a source of tokens; None for text.
     """
 
     splits: Mapping[str, Callable[[], Reader]]
@@ -77,8 +76,8 @@ class Source:
     """A source: the function that opens it, and which optional keys of `data` it reads.
 
     `reads` may name root, train, text_column, label_column, label_delimiter, tokenizer, separator, options; and
-    validation and test, where these can be shares of train. `prepare` changes the text of each document; `longseq
-    predict` calls it too.
+    validation and test, where these can be shares of train. `longseq predict` calls `prepare` on each text, as the
+    source itself does.
     """
 
     open: Callable[[DocumentDataKeys], Opened]
@@ -100,10 +99,7 @@ def register(name: str, source: Source) -> None:
 
 
 def preparation_of(name: str | None) -> Callable[[str], str] | None:
-    """The function by which the source of a model's training prepares a text; None for none.
-
-    ValueError for an unknown source: its texts might need a preparation.
-    """
+    """The function `prepare` of the source of a model's training. ValueError for a source that is not registered."""
     from longseq.tasks.document import libraries  # noqa: F401  registers its source, and imports this module
 
     if name is None:
@@ -183,28 +179,20 @@ def _labelled(one: Document | Malformed, keys: DocumentDataKeys, root: str) -> S
 
 # --- Long Range Arena (Tay et al., 2020), section 2.2; files are read as in its code. Its task on text is data=imdb
 
-_EXPRESSIONS = {"train": 96_000, "validation": 2_000, "test": 2_000}  # of ListOps
 _BEGIN = 256  # the token before each text of a pair, after the 256 bytes
 _LEVELS = 256  # of grey
-_HARDEST = "curv_contour_length_14"  # the folder of pathfinder's longest paths, which the arena takes
 
 
 def _listops(keys: DocumentDataKeys) -> Opened:
     """Expressions of the probe listops; `options` are the generator's options, the number of samples, and seed."""
     options = dict(keys.options)
-    counts = {split: options.pop(split, count) for split, count in _EXPRESSIONS.items()}
+    counts = [options.pop(split, count) for split, count in zip(SPLITS, (96_000, 2_000, 2_000), strict=True)]
     seed = options.pop("seed", 0)
-    return Opened(
-        {
-            split: partial(
-                Reader,
-                partial(_generate, counts[split], derive_seed(seed, number), options, split),
-                stamp=[counts[split], seed, number, sorted(options.items())],
-            )
-            for number, split in enumerate(SPLITS)
-        },
-        vocab_size=CLOSE + 1,
-    )
+    splits = {}
+    for number, (split, count) in enumerate(zip(SPLITS, counts, strict=True)):
+        read = partial(_generate, count, derive_seed(seed, number), options, split)
+        splits[split] = partial(Reader, read, stamp=[count, seed, number, sorted(options.items())])
+    return Opened(splits, vocab_size=CLOSE + 1)
 
 
 def _generate(count: int, seed: int, options: dict[str, Any], split: str) -> Iterator[Sample]:
@@ -255,7 +243,7 @@ def _retrieval(keys: DocumentDataKeys) -> Opened:
     root, size = Path(keys.root or ""), int(keys.options.get("text_bytes", 4000))
 
     def find_pairs(ending: str) -> Reader:
-        found = sorted(root.glob(f"*{ending}.tsv"))
+        found = list(root.glob(f"*{ending}.tsv"))
         if len(found) != 1:
             raise ValueError(f"data.root={root} holds {len(found)} files *{ending}.tsv, not one")
         path = found[0]
@@ -286,7 +274,7 @@ def _pathfinder(keys: DocumentDataKeys) -> Opened:
     """
     root = Path(keys.root or "")
     if not (root / "metadata").is_dir():
-        root = root / _HARDEST
+        root = root / "curv_contour_length_14"
     listing = sorted((root / "metadata").glob("*.npy"))
     if not listing:
         raise FileNotFoundError(f"{root}/metadata holds no *.npy")

@@ -11,10 +11,10 @@ from longseq.tasks.config import read
 from longseq.tasks.data.loader import BatchLoader, TrainingLoader, find_place, follow
 from longseq.tasks.data.module import TaskData, refuse_larger_shares, same_root
 from longseq.tasks.data.sampler import UpdateSampler
-from longseq.tasks.text.batch import Assembler, WindowBatches
+from longseq.tasks.text.batch import WindowBatches
 from longseq.tasks.text.corpora import fractions_of, open_corpora
 from longseq.tasks.text.keys import READ_BY, TextDataKeys
-from longseq.tasks.text.store import TokenStore
+from longseq.tasks.text.store import STAGES, TokenStore
 from longseq.tasks.text.tokenizer import TextInfo
 from longseq.tasks.text.windows import (
     Concatenated,
@@ -24,13 +24,9 @@ from longseq.tasks.text.windows import (
     MixedSampler,
     StreamSampler,
     Windows,
-    most_sequences,
 )
 from longseq.tasks.training.checkpoint import WINDOW
 from longseq.tokenizer_files import find_start, same_tokenizer
-
-# The name of each split as a stage of a run.
-STAGES = {"train": "train", "val": "validation", "test": "test"}
 
 
 class LanguageModelData(TaskData):
@@ -49,8 +45,7 @@ class LanguageModelData(TaskData):
 
     `packing=concatenated` cuts documents that are put end to end; `documents` packs whole documents by best fit and
     cuts only those that are longer than a window; `streams` carries the state from window to window (truncated
-    backpropagation through time). The state is reset where a document begins, unless `reset_state` is False: windows
-    are then rows of their own.
+    backpropagation through time). With `reset_state=false` a window's state is not reset where a document begins.
 
     The windows of a batch are a function of (`seed`, epoch, place in the epoch).
     """
@@ -62,8 +57,7 @@ class LanguageModelData(TaskData):
         self.keys = keys = read(TextDataKeys, vars(keys), "data")
         self.batch_size, self.eval_batch_size = batch_size, keys.eval_batch_size or batch_size
         self.seed = seed
-        # Streams over all devices when a run is measured again: as many as in training, since each begins without a
-        # state.
+        # Streams of an evaluation over all devices: as many as in training, since each begins without a state.
         self._streams: int | None = None
         self._start: int | None = None  # the token that begins a document; None: the separator, as in training
         self._stages: tuple[str, ...] = tuple(STAGES)  # their splits must not be empty
@@ -98,9 +92,7 @@ class LanguageModelData(TaskData):
         keys = read(TextDataKeys, {**own, "weights": None, **changes}, "data")
         run = read(TextDataKeys, config["data"], "data") if config.get("data") else None
         if run is not None and run.source == keys.source and same_root(run.root, keys.root):
-            name = STAGES[split]
-            share, own_share = ({name: fractions_of(one)[name]} for one in (keys, run))
-            refuse_larger_shares(share, own_share)
+            refuse_larger_shares({STAGES[split]: fractions_of(keys)[STAGES[split]]}, fractions_of(run))
         # As many tokens at a time as in training. A model without a run may be able to read very long windows.
         longest = trained.window if run is not None or keys.packing == "streams" else min(trained.window, WINDOW)
         rows = max(1, batch_size * longest // keys.window)
@@ -137,14 +129,14 @@ class LanguageModelData(TaskData):
             if not same_tokenizer(other.tokenizer, first.tokenizer):
                 raise ValueError(f"data.root: {first.name} and {other.name} were prepared with different tokenizers")
         for stage, split in STAGES.items():
-            corpora = [store.splits[split] for store in self._stores]
-            self._windows[stage] = [
-                Documents(corpus, self.keys.window)
+            cut: list[Windows] = [
+                Documents(store.splits[split], self.keys.window)
                 if self.keys.packing == "documents"
-                else Concatenated(corpus, self.keys.window, whole=stage == "train")
-                for corpus in corpora
+                else Concatenated(store.splits[split], self.keys.window, whole=stage == "train")
+                for store in self._stores
             ]
-            if stage in self._stages and not sum(len(corpus.tokens) for corpus in corpora):
+            self._windows[stage] = cut
+            if stage in self._stages and not sum(windows.size for windows in cut):
                 raise ValueError(f"the {split} split of the text is empty")
         ratios = [store.gzip_bits_per_byte for store in self._stores]
         self._info = TextInfo(
@@ -176,18 +168,14 @@ class LanguageModelData(TaskData):
         return {"num_workers": self.keys.num_workers, "pin_memory": pin_memory}
 
     def _batches(self, stage: str, rows: int) -> WindowBatches:
-        cut = self._windows[stage]
-        assemble = Assembler(
-            [windows.corpus for windows in cut],
-            self.keys.window,
+        return WindowBatches(
+            self._windows[stage],
             rows,
-            sequences=most_sequences(cut, rows),
             separator=self.info.separator,
             start=self._start,
             reset_state=self.keys.reset_state,
             carries=self.keys.packing == "streams",
         )
-        return WindowBatches(cut, assemble)
 
     def _evaluation_loader(self, stage: str) -> BatchLoader:
         rank, world_size, _ = find_place(self.trainer)

@@ -23,16 +23,12 @@ from longseq.backbones.vocabulary_loss import CHUNK_SCORES, IGNORED
 from longseq.blocks.precision import at_least_float32
 from longseq.files import replacing
 from longseq.state import select_state
-from longseq.tasks.report import progress_bar
-from longseq.tasks.text.sources import Columns, Document, Malformed, Part, read_part
+from longseq.tasks.text.sources import Columns, Document, Malformed, Part, read_parts
 from longseq.tasks.text.tokenizer import Tokenizer
 
-# Tokens that a model reads at a time, over all rows: they bound the memory. Not tuned.
-PIECE_TOKENS = 1 << 16
-# Documents in memory. Those of similar lengths among them share a batch.
-_BLOCK = 1024
-# Groups of positions: 0, 1, 2 to 3, 4 to 7, ...; the last group has all from 2^30 on.
-_GROUPS = 32
+PIECE_TOKENS = 1 << 16  # tokens that a model reads at a time, over all rows; they bound the memory
+_BLOCK = 1024  # documents in memory, which share batches by their lengths
+_GROUPS = 32  # of positions: 0, 1, 2 to 3, 4 to 7, ...; the last one has all from 2^30 on
 
 
 def perplexity_of(loss: float) -> float:
@@ -80,7 +76,7 @@ class Perplexity(TokenLoss):
 
 
 class BitsPerByte(TokenLoss):
-    """The negative log2 probability of the text per byte; its count is of bytes."""
+    """The negative log2 probability of the text per byte, with a count of bytes."""
 
     def compute(self) -> Tensor:
         return super().compute() / math.log(2)
@@ -104,10 +100,7 @@ class LossByPosition(TokenLoss):
         return torch.stack([self.total / self.count, self.count])
 
     def table(self) -> list[dict[str, Any]]:
-        """Each group with tokens: its first and last position, perplexity and number of tokens.
-
-        All processes of a run must call it.
-        """
+        """Each group with tokens: its first and last position, perplexity and tokens. All processes must call it."""
         rows = []
         for group, (loss, count) in enumerate(self.compute().T.tolist()):
             if count:
@@ -133,9 +126,8 @@ class Likelihood(NamedTuple):
 def document_rows(model: TokenBackbone, tokens: Sequence[int], start: int = 1) -> list[Row]:
     """Rows that together score the tokens of a document from `start` on.
 
-    A model with learned positions reads windows of `max_length` tokens; the last one overlaps the one before. Windows
-    are counted from the beginning of the document; those before the one with `start` are left out. Every other model
-    reads the document whole.
+    A model with learned positions reads windows of `max_length` tokens, counted from the beginning of the document; the
+    last one overlaps the one before, and those before `start` are left out. Other models read the document whole.
     """
     most = model.max_length
     if most is None or len(tokens) - 1 <= most:
@@ -153,32 +145,24 @@ def score_rows(model: TokenBackbone, rows: Sequence[Row], batch_size: int) -> li
     """The likelihood of each row; `batch_size` rows of similar lengths are read together.
 
     Long rows are read in pieces, with the state carried from one to the next. A model with learned positions reads only
-    the last `max_length` tokens before the last token of a row.
-
-    Raises:
-        ValueError: more tokens of a row are scored than a model has learned positions.
+    the last `max_length` tokens before the last token of a row. ValueError if it has too few for the scored tokens.
     """
-    rows = [_fit(model, row) for row in rows]
-    order = sorted(range(len(rows)), key=lambda index: -len(rows[index].tokens))
+    fitting = []
+    for tokens, start in rows:
+        left_out = 0 if model.max_length is None else max(0, len(tokens) - 1 - model.max_length)
+        if left_out >= start:
+            raise ValueError(f"{len(tokens) - start} scored tokens exceed the model's {model.max_length} positions")
+        fitting.append(Row(tokens[left_out:], start - left_out))
+    order = sorted(range(len(rows)), key=lambda index: -len(fitting[index].tokens))
     found: dict[int, Likelihood] = {}
     for first in range(0, len(order), batch_size):
         chosen = order[first : first + batch_size]
-        found |= dict(zip(chosen, _score_batch(model, [rows[index] for index in chosen]), strict=True))
+        found |= dict(zip(chosen, _score_batch(model, [fitting[index] for index in chosen]), strict=True))
     return [found[index] for index in range(len(rows))]
 
 
-def _fit(model: TokenBackbone, row: Row) -> Row:
-    tokens, start = row
-    left_out = 0 if model.max_length is None else max(0, len(tokens) - 1 - model.max_length)
-    if left_out >= start:
-        raise ValueError(
-            f"{len(tokens) - start} tokens are scored at once, and the model has {model.max_length} positions"
-        )
-    return Row(tokens[left_out:], start - left_out)
-
-
 def _score_batch(model: TokenBackbone, rows: Sequence[Row]) -> list[Likelihood]:
-    """The likelihoods of rows in the order of their lengths, the longest first."""
+    """The likelihoods of rows, of which the first is the longest."""
     device = next(model.parameters()).device
     lengths = torch.tensor([len(row.tokens) - 1 for row in rows])
     longest = int(lengths[0])
@@ -193,8 +177,7 @@ def _score_batch(model: TokenBackbone, rows: Sequence[Row]) -> list[Likelihood]:
     state: Any = None
     begin, multiple = 0, model.piece_multiple
     while begin < longest:
-        # Rows that end in this piece need no mask: padding behind a row changes nothing before it, and their state is
-        # not used again.
+        # Rows that end in this piece need no mask: padding changes nothing before it.
         going_on = int((lengths > begin).sum())
         end = min(longest, begin + max(1, PIECE_TOKENS // going_on // multiple) * multiple)
         if state is not None:
@@ -207,9 +190,7 @@ def _score_batch(model: TokenBackbone, rows: Sequence[Row]) -> list[Likelihood]:
 
 
 def _score(model: TokenBackbone, features: Tensor, targets: Tensor, total: Tensor, missed: Tensor) -> None:
-    """Add the log-probabilities of the targets `[B, T]` to `total`, and the tokens that are not greedy to `missed`,
-    both `[B]`.
-    """
+    """Add to `total [B]` the log-probabilities of the targets `[B, T]`, to `missed [B]` those that are not greedy."""
     places = (targets != IGNORED).nonzero()
     for some in places.split(max(1, CHUNK_SCORES // model.vocab_size)):
         row, place = some.unbind(1)
@@ -256,19 +237,8 @@ def score_documents(
     `document` and `error`, for a malformed or empty document. `context` is entered while the model computes.
     """
     totals = Totals()
-
-    def read() -> Iterator[Document | Malformed]:
-        for part in parts:
-            yield from read_part(part, columns)
-            advance(1)
-
-    with (
-        replacing(output) as partial,
-        partial.open("w", encoding="utf-8") as file,
-        progress_bar("evaluating", len(parts)) as advance,
-        context,
-    ):
-        documents = read()
+    documents = read_parts(parts, columns, "evaluating")
+    with replacing(output) as partial, partial.open("w", encoding="utf-8") as file, context:
         while block := list(islice(documents, _BLOCK)):
             for row in _score_block(model, tokenizer, block, batch_size, totals):
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
@@ -286,17 +256,16 @@ def _score_block(
     documents = [one for one in block if isinstance(one, Document) and not one.is_empty]
     encoded = tokenizer.encode_all([text for one in documents for text in (one.prompt, one.text)])
     rows, lengths, owners = [], [], []
-    for index in range(len(documents)):
-        prompt, text = (part.tolist() for part in encoded[2 * index : 2 * index + 2])
-        read = [tokenizer.start, *prompt, *text, tokenizer.separator]
+    for index, (prompt, text) in enumerate(zip(encoded[::2], encoded[1::2], strict=True)):
+        read = [tokenizer.start, *prompt.tolist(), *text.tolist(), tokenizer.separator]
         own = document_rows(model, read, 1 + len(prompt))
         rows += own
         owners += [index] * len(own)
         lengths.append(len(text) + 1)
     sums = [0.0] * len(documents)
-    for index, scored_row in zip(owners, score_rows(model, rows, batch_size), strict=True):
-        sums[index] += scored_row.log_probability
-    scored = iter(zip(lengths, sums, strict=True))
+    for index, likelihood in zip(owners, score_rows(model, rows, batch_size), strict=True):
+        sums[index] += likelihood.log_probability
+    scored = zip(lengths, sums, strict=True)
     for one in block:
         number = totals.documents + totals.malformed + totals.empty
         if isinstance(one, Malformed):

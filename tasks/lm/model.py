@@ -37,10 +37,10 @@ class LanguageModel(TokenModel):
 
 
 class CarriedState:
-    """The recurrent state of each row of a batch, for the batch that continues the rows.
+    """The recurrent state of each row of a batch, for the batch that continues the rows; `saved` are its `tensors`.
 
-    Gradients end where a batch begins (truncated backpropagation through time). `saved` are the `tensors` to continue
-    with. ValueError for a model whose state grows with every token.
+    Gradients end where a batch begins (truncated backpropagation through time). ValueError for a model whose state
+    grows with every token.
     """
 
     def __init__(self, model: Any, saved: Sequence[Tensor] = ()) -> None:
@@ -48,7 +48,7 @@ class CarriedState:
         if growing:
             raise ValueError(f"data.packing=streams: the state of {', '.join(sorted(growing))} grows with every token")
         self.model = model
-        # The state at the end of each row of the last batch.
+        # At the end of each row of the last batch.
         self.rows: Any = fill_state(model.initial_state(1), saved) if saved else None
 
     def start(self, inputs: TokenInputs) -> Any:
@@ -60,17 +60,15 @@ class CarriedState:
         if self.rows is None:
             return start
         places = torch.arange(sequences, device=device) if carry.first is None else carry.first
-
-        def go_on(begun: Tensor, row: Tensor) -> Tensor:
+        continued = []
+        for (_, begun), row in zip(state_tensors(start), self.tensors(), strict=True):
             fresh = carry.fresh.view(-1, *[1] * (begun.ndim - 1))
             chosen = torch.where(fresh, begun.index_select(0, places), row.to(device, begun.dtype))
-            return begun.index_copy(0, places, chosen)
-
-        pairs = zip(state_tensors(start), state_tensors(self.rows), strict=True)
-        return fill_state(start, [go_on(begun, row) for (_, begun), (_, row) in pairs])
+            continued.append(begun.index_copy(0, places, chosen))
+        return fill_state(start, continued)
 
     def keep(self, inputs: TokenInputs, state: Any) -> None:
-        """Keep the state at the end of each row of the batch; `state` is the final state of all its sequences."""
+        """Keep the state at the end of each row of a batch, from the final state of all its sequences."""
         assert inputs.carry is not None
         state = map_state(torch.Tensor.detach, state)
         self.rows = state if inputs.carry.last is None else select_state(state, inputs.carry.last)

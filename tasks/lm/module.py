@@ -28,10 +28,10 @@ _CARRIED = "carried_state"
 class LanguageModelTask(TrainedModule):
     """Trains and evaluates a token model on each next token of packed documents, windows or streams.
 
-    Logs `train/{loss,lr}` and `{val,test}/{loss,perplexity,bits_per_byte}`. An update minimises the mean over all of
-    its targets, whatever batch and process they are in; `train/loss` is this mean. It includes the penalty on the
-    normalisers of the scores (PaLM, Chowdhery et al., 2022, section 5) with the weight `z_loss`. After a validation or
-    test `by_position` has the perplexity by the position of a token in its sequence (see `LossByPosition`).
+    Logs `train/{loss,lr}` and `{val,test}/{loss,perplexity,bits_per_byte}`. An update minimises `train/loss`, the mean
+    over all of its targets, with the penalty on the normalisers of the scores (PaLM, Chowdhery et al., 2022, section 5)
+    of weight `z_loss`. After a validation or test `by_position` has the perplexity by the position of a token in its
+    sequence (see `LossByPosition`).
 
     Other loaders' batches are rows of tokens (see `read_batch`), which have no bits per byte. Without `info`, and its
     tokenizer, the commands of longseq cannot use the checkpoint for text.
@@ -50,11 +50,11 @@ class LanguageModelTask(TrainedModule):
         super().__init__(backbone, training)
         self.z_loss = z_loss
         self.info = info
-        # All batches have one shape.
         self._train_forward = self.compiled(self._read, dynamic=False)
         self._plugin_mixers = PluginMixers()
         self._carried: dict[str, CarriedState] = {}  # of train and evaluation
-        self._at_update: list[Tensor] = []  # the state of streams after the latest update
+        # The state of streams after the latest update; an interrupted run can be inside the next one.
+        self._at_update: list[Tensor] = []
         self.val_metrics, self.test_metrics = (
             nn.ModuleDict({"loss": TokenLoss(), "perplexity": Perplexity(), "bits_per_byte": BitsPerByte()})
             for _ in range(2)
@@ -80,9 +80,8 @@ class LanguageModelTask(TrainedModule):
 
         - a tensor, or a list with only a tensor: each token predicts the next one;
         - a pair: tokens, and the target of each, IGNORED (-100) for none;
-        - a dictionary as of transformers: `input_ids`, and optionally `attention_mask` and `labels` (by default the
-          tokens). Each token predicts the label after it. Padding on either side or between tokens is neither read nor
-          predicted.
+        - a dictionary as in transformers: `input_ids`, and optionally `attention_mask` and `labels` (by default the
+          tokens). Each token predicts the label after it. Padding is neither read nor predicted.
         """
         mask = None
         if isinstance(batch, Mapping):
@@ -132,8 +131,7 @@ class LanguageModelTask(TrainedModule):
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         """The log-probability of each target in nats, in the shape of the targets; 0 at places without a target.
 
-        For rows of T tokens this is `[B, T - 1]`: the sum of a row is the log-probability of its text after the first
-        token.
+        For rows of T tokens this is `[B, T - 1]`.
         """
         inputs, targets = self.read_batch(batch)
         return -self.backbone.token_losses(self._features(inputs, "evaluation"), targets)  # type: ignore[operator]
@@ -160,10 +158,7 @@ class LanguageModelTask(TrainedModule):
         self.backbone.forward_features(rows[:examples], mask=padding, output_final_state=False)
 
     def count_flops(self, batch: TokenBatch) -> int:
-        """The operations of a training step: three forward passes over the documents of the batch.
-
-        A backward pass counts as two forward passes. Operations that `recompute` repeats are not counted.
-        """
+        """The operations of a training step: three forward passes over the documents, without recomputation."""
         inputs = batch[0]
         assert isinstance(self.backbone, TokenBackbone)
         flops = cache(self.backbone.flops)
@@ -179,7 +174,6 @@ class LanguageModelTask(TrainedModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
         if self._at_update:
-            # The state after the latest update: an interrupted run can be inside the next one.
             own = [tensor.cpu() for tensor in self._at_update]
             states: list[Any] = [own] * self.trainer.world_size
             if len(states) > 1:

@@ -28,7 +28,7 @@ Show = Callable[[str], None]
 
 @dataclass
 class Written:
-    """The text after a prompt, so far; `reason` is length, end or stop, and None until the text ends."""
+    """The text after a prompt; `reason` is length, end or stop, and None until the text ends."""
 
     tokens: list[int]
     text: str = ""
@@ -38,7 +38,7 @@ class Written:
 class Writer:
     """Continues texts with a model, several at once; the draws for a text depend only on its number and the seed.
 
-    With `cut_prompts`, a model with learned positions reads the last tokens of a prompt that is too long.
+    With `cut_prompts`, a model with learned positions reads only the last tokens of a long prompt.
     """
 
     def __init__(
@@ -59,9 +59,13 @@ class Writer:
         if self.keys.save_state is not None and len(prompts) > 1:
             raise ValueError("save_state keeps the state of one text: give one prompt")
         numbers = range(len(prompts)) if numbers is None else numbers
-        rows = [
-            _Row(self, self._encode(prompt), number, [], show) for number, prompt in zip(numbers, prompts, strict=True)
-        ]
+        rows = []
+        most, new = self.model.max_length, self.keys.max_new_tokens
+        for number, prompt in zip(numbers, prompts, strict=True):
+            tokens = self.tokenizer.encode_prompt(prompt)
+            if self.cut_prompts and most is not None and most > new:
+                tokens = tokens[new - most :]
+            rows.append(_Row(self, tokens, number, [], show))
         # Rows of similar lengths share a batch: its longest prompt determines the time of reading.
         order = sorted(rows, key=lambda row: len(row.read))
         for start in range(0, len(order), self.keys.batch_size):
@@ -70,7 +74,7 @@ class Writer:
 
     @torch.inference_mode()
     def resume(self, path: Path, show: Show | None = None) -> Written:
-        """Continue the text of a file of `save_state`, as if it had not been interrupted."""
+        """Continue the text of a file of `save_state`."""
         saved = torch.load(path, map_location="cpu", weights_only=True)
         if saved["model"] != _fingerprint(self.model):
             raise ValueError(f"{path} holds the state of another model or dtype")
@@ -94,7 +98,7 @@ class Writer:
             features, state = self.model.forward_features(torch.cat(tokens)[None], cu_seqlens=packing, max_length=room)
             last = features[0, packing.cu_seqlens[1:] - 1]
         scores = self.model.forward_head(last)
-        del features, last  # free the memory of all tokens of the prompts
+        del features, last  # of all tokens of the prompts
         self._continue(rows, state, scores)
 
     def _continue(self, rows: Sequence[_Row], state: Any, scores: Tensor) -> None:
@@ -136,13 +140,6 @@ class Writer:
         with replacing(path) as partial:
             torch.save(content, partial)
 
-    def _encode(self, prompt: str) -> list[int]:
-        tokens = self.tokenizer.encode_prompt(prompt)
-        most = self.model.max_length
-        if self.cut_prompts and most is not None and most > self.keys.max_new_tokens:
-            tokens = tokens[self.keys.max_new_tokens - most :]
-        return tokens
-
     def _check_positions(self, tokens: int) -> int:
         """`tokens` and the new ones. ValueError if the model has fewer positions."""
         most, room = self.model.max_length, tokens + self.keys.max_new_tokens
@@ -173,10 +170,9 @@ def draw_tokens(writing: Continuation, count: int) -> Iterator[list[int]]:
 
 
 class _Row:
-    """A row of a batch: it decodes its tokens, and ends at the end-of-text token or before a stop string.
+    """A text after the prompt `read`, which ends at the end-of-text token or before a stop string.
 
-    `read` are the tokens of the prompt, `number` seeds the draws, and `before` are the tokens that were written before
-    the state was saved.
+    `number` seeds the draws; `before` are the tokens that were written before the state was saved.
     """
 
     def __init__(self, writer: Writer, read: list[int], number: int, before: list[int], show: Show | None) -> None:
@@ -202,7 +198,7 @@ class _Row:
             self.written.reason = "stop"
 
     def finish(self) -> None:
-        """Add the text that waited for more tokens."""
+        """Add the text that waits for more tokens."""
         self.written.reason = self.written.reason or "length"
         if self.written.reason != "stop":
             self._add(self._stops.push(self._stream.finish()) + self._stops.finish())

@@ -21,17 +21,14 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from longseq.tasks.text.store import Corpus, Integers
-from longseq.tasks.text.windows import Span, WindowIndex, Windows
+from longseq.tasks.text.windows import Span, WindowIndex, Windows, most_sequences
 
-# The target of a token without a target; torch's cross-entropies ignore it.
-IGNORED = -100
-
-# `cu_seqlens` has a multiple of this many sequences.
-_STEP = 8
+IGNORED = -100  # the target of a token without a target, as in torch
+_STEP = 8  # `cu_seqlens` has a multiple of this many sequences
 
 
 class Carry(NamedTuple):
-    """How sequences continue those of the batch before, for streams: row b continues row b.
+    """How rows of streams continue the previous batch: row b continues row b.
 
     first: `[B]` int64, the sequence in `cu_seqlens` at the beginning of row b; None if rows are not packed: row b.
     last: `[B]` int64, the sequence at the end of row b; the next batch continues its final state.
@@ -51,16 +48,15 @@ class TokenInputs(NamedTuple):
     separators without targets. Lightning moves the tensors to the device; the numbers stay on the host.
 
     tokens: `[1, B * T]` int64, all windows in one row; or `[B, T]` if the state is not reset where documents begin.
-    cu_seqlens: `[N + 1]` int32, the borders of sequences: a sequence begins with each window and each document. N is
-        the same for all batches, so that compiled and recorded steps see one shape: the last border, B * T, repeats,
-        which adds empty sequences. A batch of very many short documents has 2, 4, ... times N. None for `[B, T]`.
+    cu_seqlens: `[N + 1]` int32, the borders of sequences: one begins with each window and each document. The last
+        border, B * T, repeats (empty sequences), so that all batches have the same N, or with very many short
+        documents 2, 4, ... times as many. None for `[B, T]`.
     max_seqlen: the length of the longest possible sequence, a constant of the loader.
     units: targets of this batch on this process that are not IGNORED; may be 0 when several processes evaluate.
-    byte_count: bytes of the text that the targets stand for. The bytes of a document are spread evenly over its
+    byte_count: bytes of the targets. The bytes of a document are spread evenly over its
         targets, so that the windows of a split add up to the bytes of its documents. None if unknown.
     carry: how the batch continues the one before, for streams; else None.
-    mask: `[B, T]` bool, False at padding, which is not read and predicts nothing; None without padding. Packed windows
-        have none.
+    mask: `[B, T]` bool, False at padding, which is not read and predicts nothing; None without padding.
     """
 
     tokens: Tensor
@@ -75,61 +71,52 @@ class TokenInputs(NamedTuple):
 TokenBatch = tuple[TokenInputs, Tensor]
 
 
-class Row(NamedTuple):
-    """A row of a batch: spans of a corpus. `fresh`: no earlier batch has the tokens before the row."""
+class WindowBatches(Dataset[tuple[TokenInputs, Tensor, list[Any]]]):
+    """Maps B windows of T tokens to inputs, targets, and the empty list of failures that loaders read.
 
-    corpus: int
-    spans: list[Span]
-    fresh: bool = True
-
-
-class Assembler:
-    """Makes batches of B rows of T tokens from corpora, all of one shape (see `TokenInputs`).
-
-    `sequences` is the expected maximum of sequences in a batch; kernels start programs for that many. A batch with more
-    gets twice as many. Without `reset_state` rows are `[B, T]` and not packed. `start` is the token that is read at the
-    beginning of a document, by default the separator; the separator is always what is predicted.
+    All batches have one shape (see `TokenInputs`). `sequences` is the expected maximum of sequences in a batch, by
+    default `most_sequences`. Without `reset_state` rows are `[B, T]` and not packed; `carries` is for streams. `start`
+    is the token that is read where a document begins, by default the separator, which is always predicted.
     """
 
     def __init__(
         self,
-        corpora: Sequence[Corpus],
-        length: int,
+        cut: Sequence[Windows],
         rows: int,
         *,
-        sequences: int,
         separator: int,
         reset_state: bool,
         carries: bool,
         start: int | None = None,
+        sequences: int | None = None,
     ) -> None:
-        self.corpora, self.length, self.rows, self.separator = corpora, length, rows, separator
+        self.cut, self.length, self.rows, self.separator = cut, cut[0].length, rows, separator
         self.reset_state, self.carries = reset_state, carries
         self.start = separator if start is None else start
-        self._slots = -(-sequences // _STEP) * _STEP
+        self._slots = -(-(most_sequences(cut, rows) if sequences is None else sequences) // _STEP) * _STEP
 
-    def __call__(self, rows: Sequence[Row | None]) -> TokenBatch:
-        """The batch of at most B rows; rows that are None or missing have no targets."""
+    def __getitem__(self, batch: Sequence[WindowIndex | None]) -> tuple[TokenInputs, Tensor, list[Any]]:
+        """The batch of at most B windows; rows that are None or missing have no targets."""
         shape = (self.rows, self.length)
         tokens, targets = np.full(shape, self.separator, np.int64), np.full(shape, IGNORED, np.int64)
         fresh = np.ones(self.rows, bool)
-        borders: list[list[int]] = []  # of each row: where sequences begin
+        borders = [[0] for _ in range(self.rows)]  # of each row: where sequences begin
         byte_count = 0
-        for index in range(self.rows):
-            row = rows[index] if index < len(rows) else None
-            begins = [0]
-            place = 0
-            for span in [] if row is None else row.spans:
-                assert row is not None
+        for index, one in enumerate(batch):
+            if one is None:
+                continue
+            windows = self.cut[one.corpus]
+            begins, place = [0], 0
+            for span in windows.spans(one.window, one.shift):
                 size = span.stop - span.start
                 inside = slice(place, place + size)
-                tokens[index, inside], targets[index, inside], starts, covered = self._read(row.corpus, span)
+                tokens[index, inside], targets[index, inside], starts, covered = self._read(windows.corpus, span)
                 byte_count += covered
                 begins += [place, *(place + starts).tolist()]
                 if place == 0:
-                    fresh[index] = row.fresh or (self.reset_state and len(starts) > 0 and starts[0] == 0)
+                    fresh[index] = one.fresh or (self.reset_state and len(starts) > 0 and starts[0] == 0)
                 place += size
-            borders.append(sorted({*begins, *([place] if place < self.length else [])}))
+            borders[index] = sorted({*begins, *([place] if place < self.length else [])})
         cu_seqlens, first, last = self._pack(borders) if self.reset_state else (None, None, None)
         flat = (1, -1) if self.reset_state else shape
         inputs = TokenInputs(
@@ -140,24 +127,23 @@ class Assembler:
             byte_count=byte_count,
             carry=Carry(first, last, torch.from_numpy(fresh)) if self.carries else None,
         )
-        return inputs, torch.from_numpy(targets.reshape(flat))
+        return inputs, torch.from_numpy(targets.reshape(flat)), []
 
-    def _read(self, number: int, span: Span) -> tuple[np.ndarray, np.ndarray, Integers, int]:
+    def _read(self, corpus: Corpus, span: Span) -> tuple[np.ndarray, np.ndarray, Integers, int]:
         """Tokens and targets of a span, the places in it where documents begin, and the bytes of its targets."""
-        corpus = self.corpora[number]
         size, length = len(corpus.tokens), span.stop - span.start
         if span.stop < size:
-            read = np.asarray(corpus.tokens[span.start : span.stop + 1])
+            read = corpus.tokens[span.start : span.stop + 1]
         else:
-            read = np.asarray(corpus.tokens.take(range(span.start, span.stop + 1), mode="wrap"))
-        read = read.astype(np.int64)
+            read = corpus.tokens.take(range(span.start, span.stop + 1), mode="wrap")
+        read = np.asarray(read).astype(np.int64)
         tokens, targets = read[:-1], read[1:].copy()
         starts: list[np.ndarray] = []
         covered = 0
         start, done = span.start, 0
         while done < length:  # twice for a span that crosses the end of the ring
             stop = min(start + length - done, size)
-            begun, bytes_here, ignored = self._documents(number, start, stop)
+            begun, bytes_here, ignored = _documents(corpus, start, stop)
             starts.append(begun - start + done)
             for begin, end in ignored:
                 targets[begin - start + done : end - start + done] = IGNORED
@@ -165,27 +151,8 @@ class Assembler:
             done += stop - start
             start = 0
         begins = np.concatenate(starts)
-        tokens[begins] = self.start  # targets are a copy
+        tokens[begins] = self.start
         return tokens, targets, begins, covered
-
-    def _documents(self, number: int, start: int, stop: int) -> tuple[Integers, int, list[tuple[int, int]]]:
-        """For the places from `start` to `stop`: where documents begin, the targets' bytes, the targets of prompts."""
-        corpus = self.corpora[number]
-        one = int(np.searchsorted(corpus.offsets, start, side="right")) - 1
-        other = int(np.searchsorted(corpus.offsets, stop, side="left"))
-        offsets = np.asarray(corpus.offsets[one : other + 1])
-        first = offsets[:-1] + (0 if corpus.prompts is None else corpus.prompts[one:other])
-        count = np.maximum(1, offsets[1:] - first)
-        before = np.clip(start - first, 0, count)  # targets of each document before `start`
-        until = np.clip(stop - first, 0, count)
-        total = np.asarray(corpus.byte_counts[one:other])
-        covered = int((total * until // count - total * before // count).sum())
-        ignored = []
-        if corpus.prompts is not None:
-            begins, ends = np.maximum(offsets[:-1], start), np.minimum(first, stop)
-            ignored = [(int(b), int(e)) for b, e in zip(begins, ends, strict=True) if b < e]
-        begun = offsets[:-1][offsets[:-1] >= start]
-        return begun.astype(np.int64), covered, ignored
 
     def _pack(self, borders: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, Tensor]:
         """The borders of all rows in one tensor, padded to a fixed length; the first and last sequence of each row."""
@@ -199,15 +166,20 @@ class Assembler:
         return torch.from_numpy(packed), torch.from_numpy(ends - counts), torch.from_numpy(ends - 1)
 
 
-class WindowBatches(Dataset[tuple[TokenInputs, Tensor, list[Any]]]):
-    """Maps the windows of a batch to (inputs, targets, failures) as loaders expect; there are no failures."""
-
-    def __init__(self, corpora: Sequence[Windows], assemble: Assembler) -> None:
-        self.corpora, self.assemble = corpora, assemble
-
-    def __getitem__(self, batch: Sequence[WindowIndex | None]) -> tuple[TokenInputs, Tensor, list[Any]]:
-        rows = [
-            None if one is None else Row(one.corpus, self.corpora[one.corpus].spans(one.window, one.shift), one.fresh)
-            for one in batch
-        ]
-        return *self.assemble(rows), []
+def _documents(corpus: Corpus, start: int, stop: int) -> tuple[Integers, int, list[tuple[int, int]]]:
+    """For the places from `start` to `stop`: where documents begin, the targets' bytes, the targets of prompts."""
+    one = int(np.searchsorted(corpus.offsets, start, side="right")) - 1
+    other = int(np.searchsorted(corpus.offsets, stop, side="left"))
+    offsets = np.asarray(corpus.offsets[one : other + 1])
+    first = offsets[:-1] + (0 if corpus.prompts is None else corpus.prompts[one:other])
+    count = np.maximum(1, offsets[1:] - first)
+    before = np.clip(start - first, 0, count)  # targets of each document before `start`
+    until = np.clip(stop - first, 0, count)
+    total = np.asarray(corpus.byte_counts[one:other])
+    covered = int((total * until // count - total * before // count).sum())
+    ignored = []
+    if corpus.prompts is not None:
+        begins, ends = np.maximum(offsets[:-1], start), np.minimum(first, stop)
+        ignored = [(int(b), int(e)) for b, e in zip(begins, ends, strict=True) if b < e]
+    begun = offsets[:-1][offsets[:-1] >= start]
+    return begun.astype(np.int64), covered, ignored

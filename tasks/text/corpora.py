@@ -23,18 +23,21 @@ from longseq.tasks.text.tokenizer import ByteTokenizer
 
 _log = logging.getLogger(__name__)
 
-_FRACTION = 0.05
+_FRACTION = 0.05  # the default share of validation and of test
 
-# Folders that are left out: installed packages, tests, and the editor that comes with Python.
-_PACKAGES = frozenset(("site-packages", "dist-packages"))
-_LEFT_OUT = frozenset(("test", "tests", "idle_test", "idlelib", "__pycache__")) | _PACKAGES
+# Folders of the standard library that are left out.
+_PACKAGES = {"site-packages", "dist-packages"}
+_LEFT_OUT = {"test", "tests", "idle_test", "idlelib", "__pycache__", *_PACKAGES}
 
 
 def open_corpora(keys: TextDataKeys) -> list[TokenStore]:
     """One corpus for each entry of `data.root`, or the only one."""
     fractions = fractions_of(keys)
-    if keys.source == "standard_library":
-        return [_standard_library(fractions)]
+    if keys.source == "standard_library":  # kept in memory
+        tokenizer, parts = ByteTokenizer(), list(group_files(standard_library_files(), format="python"))
+        found = (one for part in parts for one in read_part(part, TEXT))
+        documents = (one for one in found if isinstance(one, Document) and not one.is_empty)
+        return [store_of(keys.source, encode(documents, tokenizer, fractions), tokenizer, fractions)]
     if keys.source == "python_sources":
         parts = list(group_files(installed_files(), format="python"))
         return [_prepared("python_sources", parts, TEXT, fractions, keys)]
@@ -42,11 +45,11 @@ def open_corpora(keys: TextDataKeys) -> list[TokenStore]:
     if keys.source == "tokens":
         return [open_store(root, check=keys.check) for root in roots]
     columns = Columns(keys.column or TEXT.text, keys.prompt_column)
-    found = []
+    stores = []
     for root in roots:
         path = root if root.startswith(STREAM) else os.path.realpath(root)
-        found.append(_prepared(Path(root).resolve().stem, find_parts([path], columns), columns, fractions, keys))
-    return found
+        stores.append(_prepared(Path(root).resolve().stem, find_parts([path], columns), columns, fractions, keys))
+    return stores
 
 
 def fractions_of(keys: TextDataKeys) -> dict[str, float]:
@@ -69,14 +72,6 @@ def in_cache(name: str, plan: Any, cache: str | None, file: str, write: Callable
             _log.info("preparing %s in %s", name, folder)
             write(folder)
     return folder
-
-
-def _standard_library(fractions: Fractions) -> TokenStore:
-    """The bytes of the standard library's modules, in memory."""
-    tokenizer = ByteTokenizer()
-    found = (one for part in group_files(standard_library_files(), format="python") for one in read_part(part, TEXT))
-    documents = (one for one in found if isinstance(one, Document) and not one.is_empty)
-    return store_of("standard_library", encode(documents, tokenizer, fractions), tokenizer, fractions)
 
 
 def _prepared(

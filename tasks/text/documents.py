@@ -1,7 +1,4 @@
-"""Documents as tokens: encoded, without duplicates, split by a hash of their content.
-
-`encode_parts` encodes each part of an input into a file, in this process or in several.
-"""
+"""Documents as tokens: encoded, without duplicates, split by a hash of their content."""
 
 from __future__ import annotations
 
@@ -24,18 +21,13 @@ from longseq.tasks.text.tokenizer import Tokenizer, tokenizer_from_dict
 
 T = TypeVar("T")
 
-# The shares of the documents in the splits "validation" and "test".
-Fractions = Mapping[str, float]
-
-# Malformed lines and files whose places a manifest lists.
-KEPT = 10_000
-
-# The counts of a part.
-COUNTS = ("documents", "empty", "malformed")
+Fractions = Mapping[str, float]  # the shares of documents in validation and test
+KEPT = 10_000  # malformed lines and files that a manifest lists
+COUNTS = ("documents", "empty", "malformed")  # of a part
 
 
 class Encoded(NamedTuple):
-    """Documents of a part of the input; all fields but `hashes` and `gzipped` are those of a store.
+    """Documents of a part of the input; see the store for the other fields.
 
     hashes: `[N, 2]` uint64, of each document's content.
     gzipped: `[N]`, the bytes of the text after gzip -9; 0 for documents that are not in the test split.
@@ -51,7 +43,8 @@ class Encoded(NamedTuple):
 
 def encode(documents: Iterable[Document], tokenizer: Tokenizer, fractions: Fractions) -> Encoded:
     """Encode documents; `prompt` and `text` are encoded separately. ValueError for one with the separator in it."""
-    dtype, separator = token_type(tokenizer.vocab_size), [tokenizer.separator]
+    dtype = token_type(tokenizer.vocab_size)
+    separator = np.array([tokenizer.separator], dtype)
     parts: list[np.ndarray] = []
     numbers: list[tuple[int, int, int]] = []
     hashes, gzipped = [np.zeros((0, 2), np.uint64)], []
@@ -64,7 +57,7 @@ def encode(documents: Iterable[Document], tokenizer: Tokenizer, fractions: Fract
             if tokenizer.separator in prompt or tokenizer.separator in text:
                 where = "a document" if one.place is None else one.place.describe()
                 raise ValueError(f"{where} holds the separator, token {tokenizer.separator}: give another separator")
-            parts += [np.array(separator, dtype), prompt.astype(dtype), text.astype(dtype)]
+            parts += [separator, prompt.astype(dtype), text.astype(dtype)]
             content = one.text.encode()
             numbers.append((1 + len(prompt) + len(text), len(content), len(prompt)))
             gzipped.append(len(gzip.compress(content, 9, mtime=0)) if measured[index] else 0)
@@ -106,22 +99,21 @@ def split_numbers(hashes: np.ndarray, fractions: Fractions) -> np.ndarray:
 
 
 def gzip_bits(gzipped: Integers, byte_counts: Integers) -> float | None:
-    """The bits per byte of text after gzip -9 of each document by itself; None without documents."""
+    """The bits per byte after gzip -9 of each document; None without documents."""
     held = int(byte_counts[gzipped > 0].sum())
     return 8 * int(gzipped.sum()) / held if held else None
 
 
 def store_of(name: str, encoded: Encoded, tokenizer: Tokenizer, fractions: Fractions) -> TokenStore:
-    """Encoded documents as a store in memory, without duplicates."""
+    """Encoded documents without prompts as a store in memory, without duplicates."""
     kept = first_of_equal(encoded.hashes)
     numbers = split_numbers(encoded.hashes, fractions)
     splits = {}
     for index, split in enumerate(SPLITS):
         chosen = kept & (numbers == index)
         offsets = np.concatenate([[0], np.cumsum(encoded.lengths[chosen])]).astype(np.int64)
-        prompts = encoded.prompts[chosen] if encoded.prompts.any() else None
         tokens = encoded.tokens[np.repeat(chosen, encoded.lengths)]
-        splits[split] = Corpus(tokens, offsets, encoded.byte_counts[chosen], prompts)
+        splits[split] = Corpus(tokens, offsets, encoded.byte_counts[chosen])
     return TokenStore(
         name=name,
         tokenizer=tokenizer.to_dict(),
@@ -133,17 +125,17 @@ def store_of(name: str, encoded: Encoded, tokenizer: Tokenizer, fractions: Fract
     )
 
 
-def batched(items: Iterable[T], size: int = 256) -> Iterator[list[T]]:
-    """Lists of `size` items, and one of the rest."""
+def batched(items: Iterable[T]) -> Iterator[list[T]]:
+    """Lists of 256 items, and one of the rest."""
     rest = iter(items)
-    while batch := list(islice(rest, size)):
+    while batch := list(islice(rest, 256)):
         yield batch
 
 
 def encode_part(
     index: int, part: Part, partial: Path, columns: Columns, tokenizer: Mapping[str, Any], fractions: Fractions
 ) -> None:
-    """Write the tokens of a part, its counts, and what is malformed in it, to a file in the folder `partial`."""
+    """Write the tokens of a part, its counts and its malformed lines to a file in the folder `partial`."""
     counts = dict.fromkeys(COUNTS, 0)
     malformed: list[str] = []
 
@@ -177,8 +169,7 @@ def encode_parts(waiting: Mapping[int, Part], processes: int, *options: Any) -> 
             encode_part(index, part, *options)
             yield index
         return
-    # New processes, not forks, which would share this process's threads.
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("spawn")  # forks would share this process's threads
     with ProcessPoolExecutor(processes, mp_context=context, initializer=_use_one_thread) as pool:
         running = {pool.submit(encode_part, index, part, *options): index for index, part in waiting.items()}
         try:
@@ -190,7 +181,6 @@ def encode_parts(waiting: Mapping[int, Part], processes: int, *options: Any) -> 
 
 
 def _use_one_thread() -> None:
-    """There are as many processes as cores."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 

@@ -27,7 +27,7 @@ class TextDataKeys(Keys):
     """The keys of `data`."""
 
     name: str = key(..., "the name in tables")
-    source: Literal["standard_library", "python_sources", "files", "tokens"] = key(..., "what the text is")
+    source: Literal["standard_library", "python_sources", "files", "tokens"] = key(..., "the kind of text")
     root: str | Annotated[list[str], Field(min_length=1)] | None = key(
         None, "a file, a folder, or a list, mixed by weights"
     )

@@ -22,18 +22,8 @@ from omegaconf import DictConfig
 from longseq.files import crc32_of
 from longseq.tasks.commands import Prepare
 from longseq.tasks.report import progress_bar, quiet_libraries, shorten
-from longseq.tasks.text.documents import (
-    COUNTS,
-    KEPT,
-    Encoded,
-    Fractions,
-    encode_parts,
-    encoded_path,
-    first_of_equal,
-    gzip_bits,
-    hashes_of,
-    split_numbers,
-)
+from longseq.tasks.text import documents
+from longseq.tasks.text.documents import Encoded, Fractions
 from longseq.tasks.text.sources import TEXT, Columns, Malformed, Part, find_parts, read_part
 from longseq.tasks.text.store import MANIFEST, PARTIAL, SPLITS, TOKENIZER, VERSION, SplitWriter, file_types, stamp
 from longseq.tasks.text.tokenizer import Tokenizer, read_tokenizer, train_tokenizer, trained_size
@@ -43,8 +33,6 @@ from longseq.tokenizer_files import SETTINGS_FILE
 
 # Characters of text from which a tokenizer is trained. More take long and change the tokenizer little.
 TRAINING_TEXT = 1 << 28
-
-_NAMED = 3  # malformed lines and files that the command prints
 
 
 @quiet_libraries()
@@ -76,7 +64,7 @@ def describe(manifest: Mapping[str, Any]) -> str:
     )
     counts = manifest["counts"]
     left_out = ", ".join(f"{counts[kind]:,} {kind}" for kind in ("duplicates", "empty", "malformed") if counts[kind])
-    return "\n".join([splits, *([f"left out: {left_out}"] if left_out else []), *manifest["malformed"][:_NAMED]])
+    return "\n".join([splits, *([f"left out: {left_out}"] if left_out else []), *manifest["malformed"][:3]])
 
 
 def prepare(
@@ -93,9 +81,7 @@ def prepare(
 
     `processes` read and encode, by default one for each core that this process can use.
 
-    Raises:
-        ValueError: the folder holds tokens already, or the input has no document.
-        filelock.Timeout: another process writes there.
+    ValueError if the folder has tokens already or the input no document; filelock.Timeout if another process writes.
     """
     if (output / MANIFEST).exists():
         raise ValueError(f"{output} holds prepared tokens already")
@@ -103,17 +89,24 @@ def prepare(
     partial = output / PARTIAL / hashlib.sha256(plan.encode()).hexdigest()[:16]
     partial.mkdir(parents=True, exist_ok=True)
     with FileLock(output / PARTIAL / "lock", timeout=0):
-        chosen = _choose_tokenizer(tokenizer, separator, parts, columns, fractions, partial)
-        waiting = {index: part for index, part in enumerate(parts) if not encoded_path(partial, index).exists()}
+        choice = tokenizer
+        if (size := trained_size(tokenizer)) is not None:
+            choice = str(partial / TOKENIZER)
+            if not os.path.exists(choice):
+                trained = train_tokenizer(_training_texts(parts, columns, fractions), size)
+                write_text(Path(choice), trained.to_dict()["json"])
+        chosen = read_tokenizer(choice, separator if size is None else None)
+        waiting = {
+            index: part for index, part in enumerate(parts) if not documents.encoded_path(partial, index).exists()
+        }
         processes = min(processes or usable_cores(), len(waiting))
         with progress_bar("encoding", len(parts), done=len(parts) - len(waiting)) as advance:
-            for _ in encode_parts(waiting, processes, partial, columns, chosen.to_dict(), fractions):
+            for _ in documents.encode_parts(waiting, processes, partial, columns, chosen.to_dict(), fractions):
                 advance(1)
-        counts = dict(zip(COUNTS, sum(_arrays(partial, len(parts), "counts")).tolist(), strict=True))
-        malformed = np.concatenate(_arrays(partial, len(parts), "malformed")).tolist()[:KEPT]
+        counts = dict(zip(documents.COUNTS, sum(_arrays(partial, len(parts), "counts")).tolist(), strict=True))
+        malformed = np.concatenate(_arrays(partial, len(parts), "malformed")).tolist()[: documents.KEPT]
         if counts["documents"] == 0:
-            first = f": {malformed[0]}" if malformed else ""
-            raise ValueError(f"the input holds no document, {counts['malformed']} malformed lines or files{first}")
+            raise ValueError(f"the input holds no document, {counts['malformed']} malformed lines: {malformed[:1]}")
         manifest = _join(len(parts), chosen, fractions, partial, output)
         manifest["counts"] |= {name: counts[name] for name in ("empty", "malformed")}
         manifest["malformed"] = malformed
@@ -140,19 +133,6 @@ def plan_of(
     }
 
 
-def _choose_tokenizer(
-    tokenizer: str, separator: str | None, parts: Sequence[Part], columns: Columns, fractions: Fractions, partial: Path
-) -> Tokenizer:
-    size = trained_size(tokenizer)
-    if size is None:
-        return read_tokenizer(tokenizer, separator)
-    path = partial / TOKENIZER
-    if not path.exists():
-        trained = train_tokenizer(_training_texts(parts, columns, fractions), size)
-        write_text(path, trained.to_dict()["json"])
-    return read_tokenizer(str(path))
-
-
 def _training_texts(parts: Sequence[Part], columns: Columns, fractions: Fractions) -> Iterator[str]:
     """Texts of the training split, from parts all over the input."""
     left = TRAINING_TEXT
@@ -163,26 +143,25 @@ def _training_texts(parts: Sequence[Part], columns: Columns, fractions: Fraction
         for document in read_part(parts[index], columns):
             if isinstance(document, Malformed) or document.is_empty:
                 continue
-            if split_numbers(hashes_of([document]), fractions)[0] != SPLITS.index("train"):
-                continue
-            yield document.prompt + document.text
-            left -= len(document.text)
-            if left <= 0:
-                return
+            if documents.split_numbers(documents.hashes_of([document]), fractions)[0] == SPLITS.index("train"):
+                yield document.prompt + document.text
+                left -= len(document.text)
+                if left <= 0:
+                    return
 
 
 def _arrays(partial: Path, count: int, name: str) -> list[Any]:
     """One of the arrays of each part."""
     found = []
     for index in range(count):
-        with np.load(encoded_path(partial, index)) as arrays:
+        with np.load(documents.encoded_path(partial, index)) as arrays:
             found.append(arrays[name])
     return found
 
 
 def _join(count: int, tokenizer: Tokenizer, fractions: Fractions, partial: Path, output: Path) -> dict[str, Any]:
     """Write the files of all splits; returns the manifest."""
-    kept = first_of_equal(np.concatenate(_arrays(partial, count, "hashes")))
+    kept = documents.first_of_equal(np.concatenate(_arrays(partial, count, "hashes")))
     gzipped, byte_counts = (np.concatenate(_arrays(partial, count, name))[kept] for name in ("gzipped", "byte_counts"))
     has_prompts = any(prompts.any() for prompts in _arrays(partial, count, "prompts"))
     types = file_types(tokenizer.vocab_size, prompts=has_prompts)
@@ -190,9 +169,9 @@ def _join(count: int, tokenizer: Tokenizer, fractions: Fractions, partial: Path,
     done = 0
     with progress_bar("joining", count) as advance:
         for index in range(count):
-            with np.load(encoded_path(partial, index)) as arrays:
+            with np.load(documents.encoded_path(partial, index)) as arrays:
                 encoded = Encoded(**{name: arrays[name] for name in Encoded._fields})
-            numbers = split_numbers(encoded.hashes, fractions)
+            numbers = documents.split_numbers(encoded.hashes, fractions)
             here = kept[done : done + len(numbers)]
             done += len(numbers)
             for number, split in enumerate(SPLITS):
@@ -205,13 +184,13 @@ def _join(count: int, tokenizer: Tokenizer, fractions: Fractions, partial: Path,
         **manifest_of(tokenizer, output),
         "fractions": dict(fractions),
         "counts": {"documents": int(kept.sum()), "duplicates": int((~kept).sum())},
-        "gzip_bits_per_byte": gzip_bits(gzipped, byte_counts),
+        "gzip_bits_per_byte": documents.gzip_bits(gzipped, byte_counts),
         "splits": {split: writer.close() for split, writer in writers.items()},
     }
 
 
-def manifest_of(tokenizer: Tokenizer, output: Path) -> dict[str, Any]:
-    """The entries of a manifest about the version and the tokenizer, whose file is written to `output`."""
+def manifest_of(tokenizer: Any, output: Path) -> dict[str, Any]:
+    """The version and the tokenizer (or `Bare`), for a manifest; the tokenizer's file is written to `output`."""
     described = tokenizer.to_dict()
     manifest: dict[str, Any] = {
         "version": VERSION,

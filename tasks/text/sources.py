@@ -17,23 +17,17 @@ import os
 import sys
 import tokenize
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from longseq.tasks.data.labels import require_one_list
+from longseq.tasks.report import progress_bar
 from longseq.tasks.text.store import stamp
 
-# The endings of files with a JSON object in each line.
-JSON_LINES = (".jsonl", ".ndjson")
-
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
-
-# Bytes of a part. A process holds the text of some documents and the tokens of one part.
-PART_SIZE = 1 << 25
-
-# Before the name of a set on the Hugging Face hub: hfids/OWNER/NAME, hfids/OWNER/NAME:CONFIGURATION@SPLIT.
-STREAM = "hfids/"
-
+PART_SIZE = 1 << 25  # bytes; a process holds the text of some documents and the tokens of one part
+STREAM = "hfids/"  # before a set on the Hugging Face hub: hfids/OWNER/NAME:CONFIGURATION@SPLIT
 _ROWS = 256  # rows of a table in memory
 
 
@@ -45,7 +39,7 @@ class Columns(NamedTuple):
     labels: tuple[str, ...] = ()
 
     def texts(self) -> list[str]:
-        return [self.text, *([] if self.prompt is None else [self.prompt])]
+        return [self.text] if self.prompt is None else [self.text, self.prompt]
 
     def names(self) -> list[str]:
         return [*self.texts(), *self.labels]
@@ -71,10 +65,7 @@ class Place(NamedTuple):
 
 
 class Document(NamedTuple):
-    """A text; `prompt` is the text before it, which is read but not trained on.
-
-    `labels` are the values of the columns `Columns.labels`, as the file has them.
-    """
+    """A text, the prompt before it, which is read but not trained on, and its labels as the file has them."""
 
     text: str
     prompt: str = ""
@@ -103,8 +94,7 @@ Found = Iterator[Document | Malformed]
 class Part(NamedTuple):
     """A part of an input from `start` to `stop`: bytes (jsonl), row groups (parquet), rows (saved), shards (stream).
 
-    `files` are the files of a part in which each whole file is a document. `size` is the approximate number of bytes.
-    `version` of a stream changes when the set has other files.
+    `size` is approximate, in bytes. `files` are documents of whole files. `version` of a stream identifies its files.
     """
 
     format: str
@@ -154,6 +144,14 @@ def read_part(part: Part, columns: Columns) -> Found:
     return _READERS[part.format](part, columns)
 
 
+def read_parts(parts: Sequence[Part], columns: Columns, description: str) -> Found:
+    """The documents of all parts, with a progress bar."""
+    with progress_bar(description, len(parts)) as advance:
+        for part in parts:
+            yield from read_part(part, columns)
+            advance(1)
+
+
 def is_saved(path: Path) -> bool:
     """True for a folder that the library `datasets` has saved."""
     return (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
@@ -188,7 +186,7 @@ def group_files(files: Iterable[str], *, size: int = PART_SIZE, format: str = "t
 
 def _format_of(path: Path) -> str:
     ending = path.suffix.lower()
-    if ending in (*JSON_LINES, ".json"):
+    if ending in (".jsonl", ".ndjson", ".json"):
         return "jsonl"
     if ending in _OPENERS and _format_of(path.with_suffix("")) == "jsonl":
         return "compressed"
@@ -212,7 +210,7 @@ def _parts_of_file(path: Path, size: int) -> Iterator[Part]:
 
 
 def _is_array(path: Path) -> bool:
-    """True for a file that is one JSON array in place of lines, such as many sets of instructions."""
+    """True for one JSON array in place of lines, as in many sets of instructions."""
     with path.open("rb") as file:
         return file.read(1 << 10).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
 
@@ -249,12 +247,11 @@ def _parts_of_stream(given: str, columns: Columns) -> Iterator[Part]:
     name, configuration, split = _name_stream(given)
     for column in columns.labels:
         require_one_list(given, name, [split], column=column, configuration=configuration)
-    shards = _load_stream(given).num_shards
     builder = load_dataset_builder(name, configuration)
     listed = (builder.config.data_files or {}).items()
     files = [[str(one), str(file), *stamp(str(file))] for one, files in listed for file in files]
     version = hashlib.sha256(json.dumps([builder.hash, files]).encode()).hexdigest()
-    for shard in range(shards):
+    for shard in range(_load_stream(given).num_shards):
         yield Part("stream", given, 0, shard, shard + 1, version=version)
 
 
@@ -301,12 +298,11 @@ def _open_zstd(path: str) -> IO[bytes]:
     return io.BufferedReader(pyarrow.input_stream(path, compression="zstd"))
 
 
-# Functions that open a compressed file for reading, by its ending.
+# Compressed files of lines, by their ending.
 _OPENERS: dict[str, Callable[[str], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _open_zstd}
 
 
 def _parse(line: bytes, columns: Columns, place: Place) -> Document | Malformed:
-    """The document of a line of JSON."""
     try:
         row = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
@@ -339,10 +335,7 @@ def _read_table(part: Part, columns: Columns) -> Found:
 def read_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
     """The rows of a csv or tsv file, the header first, each with the number of its last line; blank lines are skipped.
 
-    Invalid UTF-8 becomes lone surrogates.
-
-    Raises:
-        ValueError: a quoted cell is not closed, or text follows its closing mark; gives file and first line of the row.
+    Invalid UTF-8 becomes lone surrogates. ValueError for a quoted cell that is not closed, or that text follows.
     """
     csv.field_size_limit(sys.maxsize)
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
@@ -392,11 +385,10 @@ def _read_stream(part: Part, columns: Columns) -> Found:
 
 def _read_files(part: Part, columns: Columns) -> Found:
     """Whole files in UTF-8; files of Python in the encodings that they declare."""
+    read = tokenize.open if part.format == "python" else partial(open, encoding="utf-8-sig", newline="")
     for path in part.files:
         try:
-            with (
-                tokenize.open(path) if part.format == "python" else open(path, encoding="utf-8-sig", newline="") as file
-            ):
+            with read(path) as file:
                 yield Document(file.read(), place=Place(path))
         except (OSError, SyntaxError, UnicodeDecodeError) as error:
             yield Malformed(Place(path), str(error))
@@ -439,7 +431,6 @@ def _name_classes(value: Any, feature: Any) -> Any:
 def _document(row: Any, columns: Columns, place: Place) -> Document | Malformed:
     if not isinstance(row, dict):
         return Malformed(place, "no JSON object")
-    texts = []
     for name in columns.texts():
         value = row.get(name)
         if not isinstance(value, str):
@@ -448,6 +439,5 @@ def _document(row: Any, columns: Columns, place: Place) -> Document | Malformed:
             value.encode()
         except UnicodeEncodeError as error:
             return Malformed(place, str(error))
-        texts.append(value)
     labels = tuple(row.get(name) for name in columns.labels)
-    return Document(texts[0], texts[1] if len(texts) > 1 else "", labels, place)
+    return Document(row[columns.text], "" if columns.prompt is None else row[columns.prompt], labels, place)

@@ -1,17 +1,16 @@
 """Prepared tokens: documents as memory-mapped numbers, their offsets, and a manifest.
 
-A folder of `longseq prepare` holds, for each split (train, validation, test):
+A folder of `longseq prepare` has, for each split (train, validation, test):
 
     SPLIT.tokens     uint16 or uint32, little-endian: each document as `separator, t_1, ..., t_n`
     SPLIT.offsets    int64, N + 1: document i is tokens[offsets[i]:offsets[i + 1]]
-    SPLIT.bytes      int64, N: bytes of the text that the document's targets stand for
+    SPLIT.bytes      int64, N: bytes of the document's text, without its prompt
     SPLIT.prompts    int64, N: targets at a document's beginning that are not trained on; instructions only
     SPLIT.labels     int64, N: the number of the document's set of labels in the manifest; labelled documents only
     SPLIT.hashes     uint64, N x 2: the hash of the document's content; labelled documents only
 
 and manifest.json: the version of the format, the tokenizer, counts, sizes and checksums of the files; and
-tokenizer.json, unless tokens are bytes. The manifest is written last: a folder without it is unfinished. Reading needs
-only numpy.
+tokenizer.json, unless tokens are bytes. The manifest is written last: a folder without it is unfinished.
 """
 
 from __future__ import annotations
@@ -38,6 +37,7 @@ MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 PARTIAL = ".partial"
 SPLITS = ("train", "validation", "test")
+STAGES = {"train": "train", "val": "validation", "test": "test"}  # the split of each stage of a run
 
 
 class Corpus(NamedTuple):
@@ -57,10 +57,10 @@ class Corpus(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenStore:
-    """Prepared tokens: `splits`, and the tokenizer that made them, as returned by `Tokenizer.to_dict`.
+    """Prepared tokens by split, and the tokenizer that made them (`Tokenizer.to_dict`).
 
-    `gzip_bits_per_byte` is the size of the test documents after gzip -9; None without any. `separator` is None for
-    tokens that stand for no text. `checksums` has the CRC-32 of the tokens of each split.
+    gzip_bits_per_byte: of the test documents after gzip -9; None without any.
+    checksums: the CRC-32 of the tokens of each split.
     """
 
     name: str
@@ -113,15 +113,9 @@ def open_store(root: str | Path, *, check: bool = True) -> TokenStore:
             _check_file(path, files[ending], check)
             empty = not files[ending]["size"]
             arrays[ending] = np.zeros(0, dtype) if empty else _Mapped(path.resolve(), dtype=dtype, mode="r")
-        hashes = arrays.get("hashes")
-        splits[split] = Corpus(
-            arrays["tokens"],
-            arrays["offsets"],
-            arrays["bytes"],
-            arrays.get("prompts"),
-            arrays.get("labels"),
-            None if hashes is None else hashes.reshape(-1, 2),
-        )
+        if "hashes" in arrays:
+            arrays["hashes"] = arrays["hashes"].reshape(-1, 2)
+        splits[split] = Corpus(byte_counts=arrays.pop("bytes"), **arrays)
     return TokenStore(
         name=root.resolve().name,
         tokenizer=tokenizer,
@@ -154,19 +148,17 @@ class SplitWriter:
         self._types = types
         self._files = {ending: (output / f"{split}.{ending}").open("wb") for ending in types}
         self._sums = dict.fromkeys(types, 0)
-        self._documents = self._tokens = self._bytes = 0
+        self._counts = {"documents": 0, "tokens": 0, "bytes": 0}
         self._write("offsets", np.zeros(1, np.int64))
 
     def add(self, tokens: Tokens, lengths: Integers, byte_counts: Integers, **others: npt.NDArray[Any]) -> None:
         """Add documents: their tokens end to end, their lengths and bytes, and the split's other arrays by ending."""
-        self._write("tokens", tokens)
-        self._write("offsets", self._tokens + np.cumsum(lengths))
-        self._write("bytes", byte_counts)
-        for ending, numbers in others.items():
+        offsets = self._counts["tokens"] + np.cumsum(lengths)
+        for ending, numbers in {"tokens": tokens, "offsets": offsets, "bytes": byte_counts, **others}.items():
             self._write(ending, numbers)
-        self._documents += len(lengths)
-        self._tokens += int(lengths.sum())
-        self._bytes += int(byte_counts.sum())
+        self._counts["documents"] += len(lengths)
+        self._counts["tokens"] += int(lengths.sum())
+        self._counts["bytes"] += int(byte_counts.sum())
 
     def close(self) -> dict[str, Any]:
         """The manifest's entry of the split."""
@@ -176,7 +168,7 @@ class SplitWriter:
             os.fsync(file.fileno())
             files[ending] = {"size": file.tell(), "crc32": self._sums[ending]}
             file.close()
-        return {"documents": self._documents, "tokens": self._tokens, "bytes": self._bytes, "files": files}
+        return {**self._counts, "files": files}
 
     def _write(self, ending: str, numbers: npt.NDArray[Any]) -> None:
         content = np.ascontiguousarray(numbers, self._types[ending]).data.cast("B") if len(numbers) else b""
@@ -185,10 +177,9 @@ class SplitWriter:
 
 
 def stamp(path: str) -> list[Any]:
-    """The size and times of a file, which identify its content; for a folder those of its files.
+    """The size and times of a file, or of all files in a folder, which identify its content.
 
-    An archive or a copy can give a file an old modification time, but not the time of its last change on the disk
-    (`st_ctime_ns`).
+    An archive or a copy can restore an old modification time, but not `st_ctime_ns`.
     """
     try:
         if os.path.isdir(path):

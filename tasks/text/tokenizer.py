@@ -1,7 +1,4 @@
-"""Tokenizers: bytes, and the tokenizer files of Hugging Face's `tokenizers`; text from tokens as they come.
-
-Bytes need no other library.
-"""
+"""Tokenizers: bytes, and the tokenizer files of Hugging Face's `tokenizers`; text from tokens as they come."""
 
 from __future__ import annotations
 
@@ -20,10 +17,8 @@ from longseq.tokenizer_files import SEPARATORS
 
 Tokens = npt.NDArray[np.integer[Any]]
 
-# Tokens that may wait for the rest of their character; a character of UTF-8 has at most four bytes.
-_LONGEST_WAIT = 4
-# Tokens that are decoded again with the next ones while no character is whole.
-_LONGEST_CONTEXT = 32
+_LONGEST_WAIT = 4  # tokens that may wait for the rest of their character, which has at most four bytes
+_LONGEST_CONTEXT = 32  # tokens that are decoded again with the next ones while no character is whole
 _NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -32,7 +27,7 @@ class Tokenizer(ABC):
 
     `separator` is the token that begins and ends each document. No text maps to it. `start` is the token in front of a
     text that a model continues: the separator, or the token that a model of another library was trained with. With
-    `bare_prompts` it stands only in front of whole documents and of an empty text.
+    `bare_prompts` only whole documents and an empty text begin with it.
     """
 
     vocab_size: int
@@ -82,8 +77,8 @@ class FileTokenizer(Tokenizer):
     """A tokenizer of the library `tokenizers`, from the JSON text of its file.
 
     `separator` is the name of a token, by default the end-of-text token of well-known vocabularies; `start` the name of
-    the token in front of a text, by default the separator. Tokens that a tokenizer adds around a text by itself are
-    left out; the name of a special token in a text is ordinary text. ValueError if the tokenizer has no such token.
+    the token in front of a text, by default the separator. Special tokens are neither added nor read from a text.
+    ValueError if the tokenizer has no such token.
     """
 
     def __init__(
@@ -105,11 +100,10 @@ class FileTokenizer(Tokenizer):
             number = self._tokenizer.token_to_id(name)
             if number is not None:
                 return name, number
-        raise ValueError(f"the tokenizer has none of the tokens {', '.join(names)}: name its separator")
+        raise ValueError(f"the tokenizer has none of the tokens {', '.join(names)}")
 
     def encode_all(self, texts: Sequence[str]) -> list[Tokens]:
-        # The name of the separator in a text is ordinary text.
-        self._tokenizer.encode_special_tokens = True
+        self._tokenizer.encode_special_tokens = True  # reads their names as ordinary text
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(one.ids, dtype=np.uint32) for one in encoded]
 
@@ -149,10 +143,7 @@ def trained_size(choice: str) -> int | None:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> FileTokenizer:
-    """Byte-pair encoding of bytes, as in GPT-2, trained on texts; its separator is <|endoftext|>.
-
-    A vocabulary has at least the 256 bytes and the separator.
-    """
+    """Byte-pair encoding of bytes, as in GPT-2, trained on texts; its separator is <|endoftext|>."""
     from tokenizers import Tokenizer as Library
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -184,7 +175,7 @@ class TextInfo(Info):
     window: the length of training windows in tokens.
     tokenizer: what `Tokenizer.to_dict` returns.
     sizes: the windows of each split.
-    text_bytes: the bytes that the targets of val and test stand for.
+    text_bytes: the bytes of the targets of val and test.
     gzip_bits_per_byte: the bits per byte of the test documents after gzip -9, each by itself; None if unknown.
     """
 
@@ -209,8 +200,7 @@ class TextInfo(Info):
 class TextStream:
     """Turns tokens into text as they come; holds back tokens until their characters are whole.
 
-    `context` are the tokens before the first one: some tokenizers spell a token by those before it (blanks between
-    words).
+    `context` are the tokens before the first one, by which some tokenizers decide on a blank between words.
     """
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()) -> None:
@@ -233,7 +223,7 @@ class TextStream:
         return self._give(next(n for n in range(1, waiting + 1) if whole.startswith(self._before(n))))
 
     def finish(self) -> str:
-        """The text that is held back at the end, with U+FFFD for bytes that form no character."""
+        """The rest of the text, with U+FFFD for bytes that form no character."""
         return self._give(len(self._tokens) - self._read)
 
     def _before(self, count: int) -> str:
@@ -251,10 +241,7 @@ class TextStream:
 
 
 class StopStrings:
-    """Passes text on up to the first of the stop strings, and holds back what may be the beginning of one.
-
-    `before` is text that was shown before; a stop string may have begun in it.
-    """
+    """Passes text on up to the first stop string; holds back what may begin one, also in the text shown `before`."""
 
     def __init__(self, stops: Sequence[str], before: str = "") -> None:
         self._stops = list(stops)
@@ -271,19 +258,18 @@ class StopStrings:
         found = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
         if found:
             self.stopped = True
-            return self._show(min(found), "")
-        keep = len(self._held) - self._begun(self._held)
-        return self._show(keep, self._held[keep:])
+            self._held = self._held[: min(found)]
+            return self.finish()
+        return self._show(len(self._held) - self._begun(self._held))
 
     def finish(self) -> str:
-        """The text that is held back at the end."""
-        return self._show(len(self._held), "")
+        """The rest of the text."""
+        return self._show(len(self._held))
 
-    def _show(self, count: int, held: str) -> str:
-        """The first `count` characters of `_held` except those that were shown before; `held` is what remains."""
-        shown = self._held[self._shown : count]
+    def _show(self, count: int) -> str:
+        """The first `count` held characters, except those that were shown before."""
+        shown, self._held = self._held[self._shown : count], self._held[count:]
         self._shown = max(self._shown - count, 0)
-        self._held = held
         return shown
 
     def _begun(self, text: str) -> int:

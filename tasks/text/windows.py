@@ -1,8 +1,7 @@
 """Windows: the tokens of a corpus in a row of a batch, and the samplers that choose the windows of each batch.
 
-A corpus is read as a ring: after its last document comes the first one. Place p predicts the token at place p + 1, so
-a pass over the corpus predicts each of its tokens once, separators included. Windows have no random numbers; the
-samplers are functions of the seed, the epoch and the place in the epoch.
+A corpus is a ring: after its last document comes the first one. Place p predicts the token at place p + 1, so a pass
+over the corpus predicts each token once, separators included. Samplers are functions of seed, epoch and place.
 """
 
 from __future__ import annotations
@@ -20,20 +19,18 @@ from torch.utils.data import Sampler
 from longseq.tasks.data.sampler import EvaluationSampler, UpdateSampler, derive_seed
 from longseq.tasks.text.store import Corpus, Integers
 
-# `most_sequences` counts the sequences of this many windows, and adds this many standard deviations to their mean.
-_WINDOWS = 100_000
-_DEVIATIONS = 5
+_WINDOWS = 100_000  # that `Concatenated.sequences` looks at
 
 
 class Span(NamedTuple):
-    """The places from `start` to `stop`; `stop` may be beyond the corpus's size, because the corpus is a ring."""
+    """The places from `start` to `stop`, which may exceed the corpus's size, because the corpus is a ring."""
 
     start: int
     stop: int
 
 
 class Windows(ABC):
-    """The windows of T tokens of a corpus: `count` of them, each a row of spans that together hold at most T tokens."""
+    """The `count` windows of a corpus, each a row of spans with together at most `length` tokens."""
 
     count: int
 
@@ -42,7 +39,7 @@ class Windows(ABC):
 
     @abstractmethod
     def spans(self, index: int, shift: int = 0) -> list[Span]:
-        """The spans of window `index`; `shift` moves all windows of a pass along the ring, if they can be moved."""
+        """The spans of a window; `shift` moves all windows of a pass along the ring, if they can be moved."""
 
     @abstractmethod
     def sequences(self) -> Integers:
@@ -50,10 +47,7 @@ class Windows(ABC):
 
 
 class Concatenated(Windows):
-    """Windows of equal length, whatever documents they cut.
-
-    The rest of the corpus is a window too, unless all windows must be `whole`, as in training.
-    """
+    """Windows of equal length, and unless all must be `whole`, as in training, the rest of the corpus."""
 
     def __init__(self, corpus: Corpus, length: int, *, whole: bool) -> None:
         super().__init__(corpus, length)
@@ -73,9 +67,9 @@ class Concatenated(Windows):
 
 
 class Documents(Windows):
-    """Whole documents, packed by best fit, longest first. Those longer than a window are cut into windows and a rest.
+    """Whole documents, packed by best fit, longest first; those longer than a window are cut into windows and a rest.
 
-    A piece of a document goes into the window with the least free room that can hold it. Equal pieces keep their order.
+    A piece goes into the window with the least free room that can hold it. Equal pieces keep their order.
     """
 
     def __init__(self, corpus: Corpus, length: int) -> None:
@@ -127,12 +121,12 @@ def most_sequences(cut: Sequence[Windows], rows: int) -> int:
     for windows in cut:
         if windows.count:
             counts = windows.sequences()
-            found.append(min(rows * counts.max(), rows * counts.mean() + _DEVIATIONS * rows**0.5 * counts.std()))
+            found.append(min(rows * counts.max(), rows * counts.mean() + 5 * rows**0.5 * counts.std()))
     return math.ceil(max(found))
 
 
 class WindowIndex(NamedTuple):
-    """A window of a corpus, moved by `shift` places; `fresh` as in `longseq.tasks.text.batch.Row`."""
+    """A window of a corpus, moved by `shift` places; `fresh` as in `longseq.tasks.text.batch.Carry`."""
 
     corpus: int
     window: int
@@ -141,7 +135,7 @@ class WindowIndex(NamedTuple):
 
 
 class _WindowSampler(UpdateSampler[list[WindowIndex]]):
-    """A sampler whose epoch has `num_samples` windows. ValueError if these are fewer than an update needs."""
+    """A sampler with `num_samples` windows in an epoch. ValueError if these are fewer than an update needs."""
 
     def __init__(self, num_samples: int, length: int, batch_size: int, **options: int) -> None:
         super().__init__(batch_size, **options)  # type: ignore[arg-type]
@@ -157,7 +151,7 @@ class MixedSampler(_WindowSampler):
 
     An epoch has as many windows as all corpora together. Without weights it is a pass over each of them. With weights
     each corpus gives its share of the windows, and continues in the next epoch where it stopped. Each pass over a
-    corpus has its own order and shift. `options` are `seed`, `rank`, `world_size` and `accumulate`.
+    corpus has its own order and shift.
     """
 
     def __init__(
@@ -195,7 +189,7 @@ class MixedSampler(_WindowSampler):
 
 
 def _shares(counts: Sequence[int], weights: Sequence[float]) -> list[int]:
-    """The number of windows of each corpus in an epoch: proportional to the weights, rounded by largest remainders."""
+    """The windows of each corpus in an epoch: proportional to the weights, rounded by largest remainders."""
     exact = np.array(weights) / sum(weights) * sum(counts)
     shares = np.floor(exact).astype(int)
     for corpus in np.argsort(shares - exact, kind="stable")[: sum(counts) - shares.sum()]:
@@ -206,8 +200,8 @@ def _shares(counts: Sequence[int], weights: Sequence[float]) -> list[int]:
 class StreamSampler(_WindowSampler):
     """Yields windows of streams: row b of a batch continues row b of the batch before.
 
-    An epoch cuts the corpus, moved by a shift of its own, into as many streams as an effective batch has rows.
-    ValueError for accumulated batches, which would continue each other's rows.
+    An epoch cuts the corpus, moved by a random shift, into as many streams as an effective batch has rows. ValueError
+    for accumulated batches, which would continue each other's rows.
     """
 
     def __init__(self, windows: Windows, batch_size: int, **options: int) -> None:
@@ -230,8 +224,7 @@ class StreamSampler(_WindowSampler):
 class EveryWindow(Sampler[list[WindowIndex]]):
     """Yields batches for evaluation: every window of every corpus once over all ranks, as many batches on each rank.
 
-    After `keep_order` the windows are in their order, and only the last batches have fewer: rank r of n has every n-th
-    batch, from batch r on.
+    After `keep_order` the windows are in order, and rank r of n has every n-th batch, from batch r on.
     """
 
     def __init__(self, counts: Sequence[int], batch_size: int, *, rank: int = 0, world_size: int = 1) -> None:
@@ -248,19 +241,18 @@ class EveryWindow(Sampler[list[WindowIndex]]):
         return len(self.positions)
 
     def __iter__(self) -> Iterator[list[WindowIndex]]:
-        for positions in self._neighbours() if self._in_order else self.positions:
+        size, count, rank = self.positions.batch_size, self.positions.num_samples, self.positions.rank
+        for number in range(len(self)):
+            if self._in_order:  # full batches, because a missing window would have predictions of its own
+                first = (rank + self.world_size * number) * size
+                positions = list(range(first, min(first + size, count)))
+            else:
+                positions = self.positions.batch(number)
             corpora = np.searchsorted(self.ends, positions, side="right").tolist()
             yield [
                 WindowIndex(corpus, position - int(self.ends[corpus]) + self.counts[corpus])
                 for corpus, position in zip(corpora, positions, strict=True)
             ]
-
-    def _neighbours(self) -> Iterator[list[int]]:
-        """Full batches of neighbours: a window that is missing in a batch would have predictions of its own."""
-        size, count = self.positions.batch_size, self.positions.num_samples
-        for number in range(len(self)):
-            first = (self.positions.rank + self.world_size * number) * size
-            yield list(range(first, min(first + size, count)))
 
 
 class EveryStream(Sampler[list[WindowIndex | None]]):

@@ -119,7 +119,7 @@ def test_the_tokenizer_must_be_that_of_the_model(tmp_path: Path) -> None:
     """Of another file in the model's folder, tokens would be unknown to the model, or mean something else."""
     (tmp_path / "a.txt").write_text("dear reader")
     for changes in ({"vocab_size": 200}, {"separator": 0}):
-        with pytest.raises(ValueError, match="the tokenizer beside the model is not that of its training"):
+        with pytest.raises(ValueError, match="the saved tokenizer is not the one of the training"):
             classify(tmp_path / "a.txt", info=make_info(**changes))
 
 

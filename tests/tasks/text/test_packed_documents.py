@@ -13,7 +13,7 @@ from torch import Tensor
 from longseq import mixers
 from longseq.backbones.tokens import TokenBackbone
 from longseq.tasks.lm.module import LanguageModelTask
-from longseq.tasks.text.batch import IGNORED, Assembler, TokenInputs, WindowBatches
+from longseq.tasks.text.batch import IGNORED, TokenInputs, WindowBatches
 from longseq.tasks.text.windows import Concatenated, Documents, EveryStream, EveryWindow, Windows
 
 NAMES = mixers.mixer_names()
@@ -28,7 +28,7 @@ def make_model(mixer: str) -> TokenBackbone:
 
 def assemble(windows: Windows, rows: int, *, carries: bool = False, sequences: int = 16) -> WindowBatches:
     options: dict[str, Any] = {"separator": SEPARATOR, "reset_state": True, "carries": carries}
-    return WindowBatches([windows], Assembler([windows.corpus], windows.length, rows, sequences=sequences, **options))
+    return WindowBatches([windows], rows, sequences=sequences, **options)
 
 
 def losses(model: TokenBackbone, inputs: TokenInputs, targets: Tensor, tokens: Tensor) -> Tensor:

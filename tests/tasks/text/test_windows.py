@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from corpora import SEPARATOR, make_corpus
 
-from longseq.tasks.text.batch import IGNORED, Assembler, Row, TokenBatch, WindowBatches
+from longseq.tasks.text.batch import IGNORED, TokenBatch, WindowBatches
 from longseq.tasks.text.store import Corpus
 from longseq.tasks.text.windows import (
     Concatenated,
@@ -19,8 +19,8 @@ from longseq.tasks.text.windows import (
     EveryWindow,
     MixedSampler,
     StreamSampler,
+    WindowIndex,
     Windows,
-    most_sequences,
 )
 
 LENGTHS = [5, 2, 11, 1, 7, 2, 2, 30, 3]
@@ -28,15 +28,7 @@ LENGTHS = [5, 2, 11, 1, 7, 2, 2, 30, 3]
 
 def batches(cut: list[Windows], sampler: object, rows: int, **options: bool) -> Iterator[TokenBatch]:
     chosen = {"reset_state": True, "carries": False, **options}
-    assemble = Assembler(
-        [one.corpus for one in cut],
-        cut[0].length,
-        rows,
-        sequences=most_sequences(cut, rows),
-        separator=SEPARATOR,
-        **chosen,
-    )
-    data = WindowBatches(cut, assemble)
+    data = WindowBatches(cut, rows, separator=SEPARATOR, **chosen)
     for indices in sampler:  # type: ignore[attr-defined]
         inputs, targets, failures = data[indices]
         assert not failures
@@ -226,7 +218,7 @@ def test_batches_have_few_empty_sequences_and_one_shape() -> None:
 
 def test_a_batch_with_more_sequences_than_expected_doubles_the_borders() -> None:
     cut = Concatenated(make_corpus([1] * 64), 16, whole=True)
-    assemble = Assembler([cut.corpus], 16, 2, sequences=3, separator=SEPARATOR, reset_state=True, carries=False)
-    inputs, _ = assemble([Row(0, cut.spans(0)), Row(0, cut.spans(1))])
+    data = WindowBatches([cut], 2, sequences=3, separator=SEPARATOR, reset_state=True, carries=False)
+    inputs, *_ = data[[WindowIndex(0, 0), WindowIndex(0, 1)]]
     assert inputs.cu_seqlens is not None
     assert inputs.cu_seqlens.tolist() == list(range(33))  # 8, doubled twice
