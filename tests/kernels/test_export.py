@@ -17,12 +17,17 @@ CASES = [(op, variant) for op in list_ops() for variant in list_variants(op) if 
 # Of a fixed length, the loop over chunks is unrolled. Slot attention is linear attention with gates of value channels,
 # then with gates of channels: it shows both in files of any length.
 FIXED = [("linear_attention", "channel_gated"), ("linear_attention", "value_gated"), ("slot_attention", "write")]
-# The gated forms have all parts of the plain ones.
-IN_OTHERS = [("delta_rule", "plain"), ("orthogonal_recurrence", "plain")]
-# Slot attention is two linear attentions, whose ONNX graphs are tested; gates of channels contain those of heads.
-CONTAINED = [("slot_attention", "write"), ("slot_attention", "plain"), ("linear_attention", "head_gated")]
+# The gated forms have all parts of the plain ones; gates of channels contain those of heads.
+IN_OTHERS = [
+    ("delta_rule", "plain"),
+    ("linear_attention", "head_gated"),
+    ("orthogonal_recurrence", "plain"),
+    ("slot_attention", "plain"),
+]
+# Slot attention is two linear attentions, whose ONNX graphs are tested.
+CONTAINED = [("slot_attention", "write")]
 # The graph of a chunk has parts for each of its halves: chunks are small where others here have the default size.
-SMALL_CHUNKS = [*FIXED, ("slot_attention", "plain"), ("variational_linear_attention", "plain")]
+SMALL_CHUNKS = [*FIXED, ("delta_rule", "gated"), ("variational_linear_attention", "plain")]
 SIZES = [(1, 1), (3, 64), (2, 70), (1, 129)]
 
 
