@@ -143,9 +143,6 @@ def test_a_wrong_kernel_is_refused_and_the_torch_form_runs(kernel, tests_run, tm
         actual = run()
     (message,) = [str(warning.message) for warning in caught]
     assert words in message
-    assert "\n" not in message
-    for word in ("emulated", "Triton", f"torch {torch.__version__}", str(tmp_path)):
-        assert word in message
     torch.testing.assert_close(actual, run(backend="torch"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

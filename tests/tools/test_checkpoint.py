@@ -15,7 +15,7 @@ from PIL import Image
 
 import longseq
 from longseq.backbones.image import ImageBackbone
-from longseq.tasks import evaluate, predict, train
+from longseq.tasks import predict, train
 from longseq.tasks.training.checkpoint import load
 from longseq.tools import export
 
@@ -108,33 +108,6 @@ def test_a_run_leaves_its_model_and_the_values_in_force(checkpoint: Path) -> Non
     assert written.mixer.options.num_heads * written.mixer.options.head_dim == written.model.embed_dim
     left = torch.load(checkpoint, weights_only=True)["hyper_parameters"]["config"]["model"]
     assert left["merge"] is None, "the command left it to the model, and is repeated so"
-
-
-@pytest.mark.slow
-def test_a_saved_folder_is_measured_on_data_that_are_given(tmp_path: Path) -> None:
-    for label in range(3):
-        (tmp_path / "images" / f"class{label}").mkdir(parents=True)
-        Image.new("RGB", (20, 20), (label, 9, 0)).save(tmp_path / "images" / f"class{label}" / "0.png")
-    model = timm.create_model(
-        "longseq_tiny_patch16_224", img_size=16, patch_size=8, embed_dim=16, depth=1, num_classes=3
-    )
-    model.pretrained_cfg["label_names"] = ("class0", "class1", "class2")
-    model.save_pretrained(tmp_path / "model")
-    given = [f"checkpoint={tmp_path / 'model'}", "trainer=cpu", "data.num_workers=0"]
-
-    def measure(*overrides: str) -> dict[str, float]:
-        with initialize_config_module("longseq.conf", version_base="1.3"):
-            return evaluate.run(compose("evaluate", [*given, *overrides]))
-
-    metrics = measure("data.source=folder", f"data.root={tmp_path / 'images'}")
-    assert 0 <= metrics["test/top1"] <= 1
-    assert (tmp_path / "evaluation_test.json").is_file()
-    written = tmp_path / "predictions.csv"
-    with initialize_config_module("longseq.conf", version_base="1.3"):
-        images = f"input={tmp_path / 'images'}"
-        counts = predict.run(compose("predict", [given[0], images, f"output={written}", "device=cpu"]))
-    assert counts["classified"] == 3
-    assert "class2" in written.read_text()
 
 
 def test_a_saved_folder_serves_as_a_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
