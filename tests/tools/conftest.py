@@ -17,7 +17,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     words = (
         "mixer=attention trainer=cpu recipe.epochs=1 recipe.schedule.warmup_epochs=0 +trainer.limit_train_batches=2 "
-        "+trainer.limit_val_batches=1 data.num_workers=0"
+        "+trainer.limit_val_batches=1 data.num_workers=0 model.depth=2"
     )
     overrides = [*words.split(), "++recipe.ema={decay: 0.9}", f"output={folder}"]
     with initialize_config_module("longseq.conf", version_base="1.3"):

@@ -152,7 +152,7 @@ def test_a_repository_of_the_hub_serves_as_a_checkpoint(
     assert asked[-1] == ("user/ours", "v1")
     command(export.run, "export", "checkpoint=hf-hub:user/ours", "output=model.pt", "latency=false")
     assert Path("model.pt").is_file()
-    overrides = ["mixer=attention", "init=hf-hub:user/ours", "data.num_workers=0", "output=run"]
+    overrides = ["mixer=attention", "model.depth=2", "init=hf-hub:user/ours", "data.num_workers=0", "output=run"]
     begun = command(train.build, "train", *overrides).module.backbone
     for one in (begun, longseq.from_pretrained("user/ours"), longseq.from_pretrained("hf-hub:user/ours@v1")):
         assert torch.equal(one.head.weight, model.get_parameter("head.weight"))
