@@ -25,7 +25,7 @@ def run(tmp_path_factory, compose_config, tiny_overrides):
     """The folder of a trained run."""
     folder = tmp_path_factory.mktemp("trained") / "run"
     average = "++recipe.ema={decay: 0.95, warmup: true}"
-    train.run(compose_config("train", *tiny_overrides, "recipe.epochs=10", average, f"output={folder}"))
+    train.run(compose_config("train", *tiny_overrides, "recipe.epochs=5", average, f"output={folder}"))
     return folder
 
 
