@@ -19,11 +19,7 @@ def save_checkpoint(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "save"),
-    [
-        ("last.ckpt", save_checkpoint),
-        ("metrics.json", lambda path: write_text(path, "0" * (1 << 17))),
-    ],
+    ("name", "save"), [("last.ckpt", save_checkpoint), ("metrics.json", lambda path: write_text(path, "0" * (1 << 17)))]
 )
 def test_a_file_without_room_leaves_the_old_one(name, save, tmp_path, little_room):
     (tmp_path / name).write_text("old")

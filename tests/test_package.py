@@ -16,24 +16,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # The files and folders at the top of a checkout, and those that setuptools adds to an sdist.
 TOP = {
-    ".ci",
-    ".github",
-    ".gitignore",
-    "CHANGELOG.md",
-    "CITATION.cff",
-    "CONTRIBUTING.md",
-    "LICENSE",
-    "MANIFEST.in",
-    "README.md",
-    "benchmarks",
-    "conf",
-    "docs",
-    "kernels",
-    "longseq",
-    "pyproject.toml",
-    "tasks",
-    "tests",
-    "tools",
+    *(".ci", ".github", ".gitignore", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in"),
+    *("README.md", "benchmarks", "conf", "docs", "kernels", "longseq", "pyproject.toml", "tasks", "tests", "tools"),
 }
 ADDED = {"PKG-INFO", "setup.cfg"}
 FOLDERS = {"longseq": "longseq", **{name: f"longseq/{name}" for name in ("conf", "kernels", "tasks", "tools")}}

@@ -191,27 +191,3 @@ def test_a_block_of_an_image_reads_real_tokens_alone(mixer, token_first):
     changed = torch.where(mask[..., None], x, 5.0)
     expected, actual = (block(tokens, layout, token_first=token_first, mask=mask) for tokens in (x, changed))
     torch.testing.assert_close(actual[mask], expected[mask])
-
-
-def test_a_trace_of_one_resolution_refuses_others():
-    model = tiny(mixer="attention")
-    with torch.no_grad():
-        traced = torch.jit.trace(model, images())
-        assert torch.equal(traced(images(batch=3)), model(images(batch=3)))
-        for height, width in ((16, 48), (96, 8), (39, 31)):  # each has 12 patches, as the model's own size
-            with pytest.raises(RuntimeError, match=r"Provided sizes \[(24|32)\] don't multiply up"):
-                traced(images(height, width))
-
-
-@pytest.mark.parametrize("prefix", [{}, {"reg_tokens": 2, "no_embed_class": False}])
-def test_a_trace_takes_any_resolution(prefix):
-    model = tiny(mixer="attention", dynamic_img_size=True, **prefix)
-    torch.nn.init.normal_(model.pos_embed)
-    height, width = model.patch_embed.img_size
-    with torch.no_grad():
-        own = torch.randn(2, 3, height, width)
-        traced = torch.jit.trace(model, own)
-        assert torch.equal(traced(own), model(own))
-        # As many patches as the traced image, in two rows, and another number of them.
-        for x in (torch.randn(2, 3, height // 2, 2 * width), torch.randn(3, 3, 2 * height, width)):
-            torch.testing.assert_close(traced(x), model(x), rtol=1e-4, atol=1e-5)

@@ -103,8 +103,7 @@ def test_gradients_through_the_last_segments_are_those_behind_a_detached_state(s
     model, segment = make("mamba", depth=2), 3
     tokens, packing, _ = make_row((8, 2))
     found = find_gradients(
-        model,
-        read_in_segments(model, tokens, cu_seqlens=packing, segment=segment, gradient_segments=segments),
+        model, read_in_segments(model, tokens, cu_seqlens=packing, segment=segment, gradient_segments=segments)
     )
     start = (3 - segments) * segment
     with torch.no_grad():

@@ -191,20 +191,6 @@ def test_the_symbolic_trace_keeps_the_size_dynamic(direction):
             assert torch.equal(traced(x)["head"], model(x))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in MODELS if "tiny" in name])  # the sizes differ only in numbers
-def test_export_parity(name):
-    check_export(small(name, depth=1))
-
-
-def check_export(model):
-    x = images(model.eval())
-    with torch.no_grad():
-        exported = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim("batch")},)).module()
-        for batch in (x, torch.cat([x, x.flip(-1), x])):
-            torch.testing.assert_close(exported(batch), model(batch), rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_every_registered_model_keeps_the_contract(name):
     check_gradients(small(name, num_classes=42))
@@ -246,18 +232,6 @@ def test_checkpointing_gives_the_same_gradients(mixer):
         model(images(model)).square().mean().backward()
         gradients.append([p.grad for p in model.parameters()])
     torch.testing.assert_close(*gradients)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("mixer", "direction"), [("deltanet", "bidirectional"), ("longhorn", "cross")])
-def test_one_export_serves_any_batch_and_resolution(mixer, direction):
-    model = tiny(mixer, direction, depth=1, dynamic_img_size=True).eval()
-    sizes = ({0: torch.export.Dim("batch"), 2: torch.export.Dim.DYNAMIC, 3: torch.export.Dim.DYNAMIC},)
-    with torch.no_grad():
-        exported = torch.export.export(model, (torch.randn(2, 3, 96, 72),), dynamic_shapes=sizes).module()
-        for shape in [(3, 3, 32, 24), (1, 3, 200, 160), (2, 3, 100, 90)]:
-            x = torch.randn(shape)
-            torch.testing.assert_close(exported(x), model(x), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("place", TOKEN_PLACES)

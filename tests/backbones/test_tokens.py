@@ -79,21 +79,6 @@ def test_splits_steps_and_packed_rows_are_the_whole(mixer: str) -> None:
     assert packed_state.position.tolist() == [13, 13]
 
 
-@pytest.mark.parametrize("mixer", ["deltanet", "attention"])
-def test_an_encoder_has_no_state_and_no_steps(mixer: str) -> None:
-    model, tokens = make(mixer, direction="bidirectional"), make_tokens(1)
-    state = make(mixer).initial_state(1)
-    calls = {
-        "a state": [lambda: model(tokens, state), lambda: model.initial_state(1)],
-        "step": [lambda: model.step(tokens[:, 0], state)],
-        "generate": [lambda: model.generate(tokens, 0)],
-    }
-    for what, refused in calls.items():
-        for call in refused:
-            with pytest.raises(ValueError, match=f"^direction='bidirectional': {what} needs a model with direction="):
-                call()
-
-
 @pytest.mark.parametrize("depth", [1, 3])
 def test_the_state_of_another_depth_is_refused(depth: int) -> None:
     model, tokens = make(depth=2), make_tokens(2)

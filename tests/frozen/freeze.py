@@ -46,14 +46,7 @@ def build(mixer: str) -> ImageBackbone:
     torch.manual_seed(0)
     options = {key: value for key, value in SMALL.items() if key in mixers.options(mixer)}
     model = ImageBackbone(
-        img_size=8,
-        patch_size=4,
-        in_chans=1,
-        num_classes=3,
-        embed_dim=8,
-        depth=1,
-        mixer=mixer,
-        mixer_options=options,
+        img_size=8, patch_size=4, in_chans=1, num_classes=3, embed_dim=8, depth=1, mixer=mixer, mixer_options=options
     )
     with torch.no_grad():
         for parameter in model.parameters():

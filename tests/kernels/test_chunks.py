@@ -4,12 +4,7 @@ import torch
 from cases import cases
 from kernel_inputs import assert_accurate, assert_equal_up_to_rounding
 
-from longseq.kernels.chunks import (
-    decay_matrix,
-    decayed_products,
-    decayed_sums,
-    unit_lower_inverse,
-)
+from longseq.kernels.chunks import decay_matrix, decayed_products, decayed_sums, unit_lower_inverse
 
 
 def gram(kind, size, beta, width=64):

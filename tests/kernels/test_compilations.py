@@ -20,11 +20,9 @@ CAPABILITIES = ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
 LARGEST = """
 import json, sys
 import compile as compilations
-from absent_gpu import SHARED_MEMORY
 
-rows = {row["capability"]: row for row in json.loads(sys.argv[1])}
-for capability in SHARED_MEMORY:
-    row = rows.pop(".".join(map(str, capability)))
+for row in json.loads(sys.argv[1]):
+    capability = tuple(map(int, row["capability"].split(".")))
     launches = compilations.record([capability], [row["op"]], 1, {row["call"]})
     # Another Triton, or another launch for the same flags, has other keys.
     alike = [x for x in launches if all(x.head[name] == row[name] for name in ("op", "kernel", "call"))]
@@ -32,7 +30,6 @@ for capability in SHARED_MEMORY:
     found = compilations.compile_launch(launch, is_whole=False)
     assert compilations.find_fault(found) is None, found
     assert found["key"] != row["key"] or found["shared"] == row["shared"], (found, row)
-assert not rows
 """
 
 
@@ -53,12 +50,12 @@ def test_everything_compiles_and_fits(held, monkeypatch):
 
 @pytest.mark.slow
 def test_the_largest_launches_compile(held, tmp_path):
-    """Compile the launch with the most shared memory for each family of GPUs, each time of another kernel.
+    """Compile the launch with the most shared memory for three families of GPUs, each time of another kernel.
 
     The file may come from another version of Triton than the installed one.
     """
     rows = {}
-    for capability in CAPABILITIES:
+    for capability in ("8.0", "9.0", "12.0"):
         compiled = {row["kernel"] for row in rows.values()}
         others = [row for row in held["rows"] if row["capability"] == capability and row["kernel"] not in compiled]
         rows[capability] = max(others, key=lambda row: row["shared"])

@@ -91,8 +91,6 @@ def asked(monkeypatch):
 
     def judge(op, x, other):
         asked.append(tuple(x.shape))
-        if x.shape[0] > 4:
-            raise ValueError("too many rows")
         return dispatch.Call(x.device, x.dtype)
 
     def example(x, other=None, *, backend="auto"):
@@ -111,14 +109,6 @@ def test_a_choice_is_made_once_for_calls_that_are_alike(asked):
     assert len(shapes) == 5
     assert call(x[:1]) == "triton"
     assert shapes[5:] == [(1, 3)]
-
-
-def test_refusals_are_asked_for_each_time(asked):
-    call, shapes = asked
-    for _ in range(2):
-        with pytest.raises(ValueError, match="too many rows"):
-            call(torch.zeros(5))
-    assert len(shapes) == 2
 
 
 def list_unguarded_launches(node: ast.AST) -> Iterator[ast.Call]:

@@ -143,9 +143,6 @@ def test_a_wrong_kernel_is_refused_and_the_torch_form_runs(kernel, tests_run, tm
         actual = run()
     (message,) = [str(warning.message) for warning in caught]
     assert words in message
-    assert "\n" not in message
-    for word in ("emulated", "Triton", f"torch {torch.__version__}", str(tmp_path)):
-        assert word in message
     torch.testing.assert_close(actual, run(backend="torch"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -247,30 +244,6 @@ def test_the_callers_modes_and_random_numbers_are_left_alone(kernel, tests_run):
     with torch.no_grad(), torch.device("meta"):
         assert explain(OP, dtype=torch.float16)["triton"] == []
     assert len(tests_run) == 2
-
-
-@pytest.mark.parametrize("content", ["{", '{"error": null}'])
-def test_a_corrupt_file_is_replaced(kernel, tests_run, monkeypatch, tmp_path, content):
-    kernel(short_convolution_chunk)
-    explain(OP)
-    (file,) = verdict_files(tmp_path)
-    good = file.read_text()
-    file.write_text(content)
-    monkeypatch.setattr(self_test, "_VERDICTS", {})
-    assert explain(OP)["triton"] == []
-    assert len(tests_run) == 2
-    assert file.read_text() == good
-
-
-def test_without_a_folder_the_verdict_lives_in_the_process(kernel, tests_run, monkeypatch, tmp_path):
-    kernel(wrong_output)
-    (tmp_path / "file").touch()
-    monkeypatch.setenv(self_test.CACHE_VARIABLE, str(tmp_path / "file"))
-    with pytest.warns(UserWarning, match="longseq refuses"):
-        explain(OP)
-    assert explain(OP)["triton"]
-    assert len(tests_run) == 1
-    assert (tmp_path / "file").read_text() == ""
 
 
 ERRORS_OF_KERNELS = [

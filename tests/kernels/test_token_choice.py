@@ -5,7 +5,7 @@ import importlib
 import pytest
 import torch
 
-from longseq.kernels import explain, first_use
+from longseq.kernels import explain
 from longseq.kernels.token_choice import fused
 
 triton_choice = importlib.import_module("longseq.kernels.token_choice.triton_choice")
@@ -46,18 +46,6 @@ def test_only_tokens_that_have_probability_are_drawn_across_blocks(short_blocks)
         found.add(int(triton_choice.token_choice_triton(scores, counter, valid, None, **how)))
         assert bool(valid)
     assert found == {3, 70, 150}
-
-
-def test_a_kernel_that_fails_its_check_is_refused_in_one_line(monkeypatch):
-    monkeypatch.setattr(fused, "compare", lambda *_, **__: "3 of 8 tokens are wrong")
-    monkeypatch.setattr(torch.cuda, "device", torch.no_grad)
-    for name in ("device", "stream"):
-        monkeypatch.setattr(torch.cuda, name, lambda *_: torch.no_grad())
-    monkeypatch.setattr(first_use, "side_stream", lambda index: None)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
-    with pytest.warns(UserWarning, match="refuses the fused form of token_choice"):
-        error = fused.find_error(0, torch.float32, "drawn")
-    assert error == "the kernels that draw tokens (drawn) failed their check on a GPU: 3 of 8 tokens are wrong"
 
 
 @pytest.mark.gpu

@@ -9,24 +9,9 @@ from unittest import mock
 
 import pytest
 import torch
-from kernel_inputs import (
-    Inputs,
-    assert_accurate,
-    error,
-    gradients,
-    list_variants,
-    make_inputs,
-    results,
-    takes,
-)
+from kernel_inputs import Inputs, assert_accurate, error, gradients, list_variants, make_inputs, results, takes
 
-from longseq.kernels import (
-    delta_rule,
-    linear_attention,
-    list_ops,
-    recursive_least_squares,
-    short_convolution,
-)
+from longseq.kernels import delta_rule, linear_attention, list_ops, recursive_least_squares, short_convolution
 from longseq.kernels.accuracy import Bar
 from longseq.kernels.dispatch import backends
 from longseq.kernels.packing import Packing
@@ -60,9 +45,9 @@ def test_kernel_equals_the_recurrence(interpreted, op, variant):
 @pytest.mark.parametrize("op", TRITON_OPS)
 def test_packed_segments_are_separate(interpreted, op):
     bounds = torch.tensor([0, 2, 2, 5])
-    exact = gradients(make_inputs(op, segments=3, tokens=5), backend="reference", cu_seqlens=bounds)
-    inputs = make_inputs(op, segments=3, tokens=5, dtype=torch.float32)
-    assert_as_accurate_as_torch(inputs, exact, cu_seqlens=Packing(bounds))
+    inputs = make_inputs(op, segments=3, tokens=5, sizes={"H": 1})
+    exact = gradients(inputs, backend="reference", cu_seqlens=bounds)
+    assert_as_accurate_as_torch(inputs.map(torch.Tensor.float), exact, cu_seqlens=Packing(bounds))
 
 
 @pytest.mark.slow
@@ -76,16 +61,14 @@ def test_gradients_of_a_part_that_runs_again(interpreted, op):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("op", [op for op in TRITON_OPS if takes(op, "reverse")])
-def test_reading_in_reverse(interpreted, op):
-    # The last packed segment is longer than a chunk of the delta rule in float32, or than a checkpoint of the scans.
-    # Kernels that are interpreted token by token have tests of their own.
-    tokens = {"orthogonal_recurrence": 7, "longhorn_scan": 20, "selective_scan": 20}.get(op, 37)
-    packed = {"cu_seqlens": torch.tensor([0, 2, 2, tokens])}
-    for shape, options in (({"batch": 1, "tokens": 5}, {}), ({"segments": 3, "tokens": tokens}, packed)):
-        inputs = make_inputs(op, sizes={"H": 1}, **shape)
-        exact = gradients(inputs, run=Inputs.run_reversed, backend="reference", **options)
-        assert_as_accurate_as_torch(inputs.map(torch.Tensor.float), exact, reverse=True, **options)
+@pytest.mark.parametrize("op", [op for op in TRITON_OPS if takes(op, "reverse") and op != "orthogonal_recurrence"])
+def test_packed_segments_in_reverse(interpreted, op):
+    # The last segment is longer than a chunk of the delta rule in float32, or than a checkpoint of the scans.
+    tokens = {"longhorn_scan": 20, "selective_scan": 20}.get(op, 37)
+    options = {"cu_seqlens": torch.tensor([0, 2, 2, tokens])}
+    inputs = make_inputs(op, segments=3, tokens=tokens, sizes={"H": 1})
+    exact = gradients(inputs, run=Inputs.run_reversed, backend="reference", **options)
+    assert_as_accurate_as_torch(inputs.map(torch.Tensor.float), exact, reverse=True, **options)
 
 
 @pytest.mark.slow
@@ -99,16 +82,16 @@ def test_reading_in_reverse(interpreted, op):
         ("selective_scan", "plain", 18),
         ("short_convolution", "silu", 35),
         ("convolved_features", "plain", 35),
-        ("slot_attention", "write", 35),
+        ("slot_attention", "write", 3),
         ("recursive_least_squares", "plain", 18),  # more than a chunk of float32
-        ("variational_linear_attention", "plain", 35),
+        ("variational_linear_attention", "plain", 18),
     ],
 )
 def test_reading_half_of_the_rows_in_reverse(interpreted, op, variant, tokens):
+    """Other tests have parameters of each direction."""
     inputs = make_inputs(op, variant, tokens=tokens, sizes={"H": 1})
-    for own in (inputs, inputs.with_own_parameters()) if inputs.parameters else (inputs,):
-        exact = gradients(own, run=Inputs.run_both_ways, backend="reference")
-        assert_as_accurate_as_torch(own.map(torch.Tensor.float), exact, reverse="second_half")
+    exact = gradients(inputs, run=Inputs.run_both_ways, backend="reference")
+    assert_as_accurate_as_torch(inputs.map(torch.Tensor.float), exact, reverse="second_half")
 
 
 def _differentiate_gated(q, k, v, d_output, *, scale=0.125, backend, **gates):
@@ -192,11 +175,7 @@ def test_delta_rule_reads_half_of_the_rows_in_reverse_in_half_precision(interpre
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "reverse", "dtype"),
-    [
-        ("walked", False, torch.float16),
-        ("read", True, torch.float16),
-        ("trained", True, torch.float16),
-    ],
+    [("walked", False, torch.float16), ("read", True, torch.float16), ("trained", True, torch.float16)],
 )
 def test_delta_rule_over_several_chunks(interpreted, form, dtype, reverse):
     bounds = torch.tensor([0, 3, 3, 68, 70])  # the third segment has two chunks
@@ -289,11 +268,7 @@ def delta_errors(form, factors, part=slice(None), outlier=None):
 @pytest.mark.parametrize("form", DELTA_FORMS)
 @pytest.mark.parametrize(
     "factors",
-    [
-        {"q": 1e-6},
-        {"k": 1e6, "beta": 1e-12, "initial_state": 1e-6},
-        {"v": 1e20, "initial_state": 1e20},
-    ],
+    [{"q": 1e-6}, {"k": 1e6, "beta": 1e-12, "initial_state": 1e-6}, {"v": 1e20, "initial_state": 1e20}],
     ids=str,
 )
 def test_delta_rule_takes_inputs_of_any_size(interpreted, form, factors):
@@ -523,21 +498,21 @@ def test_delta_rule_in_segments_of_time(interpreted, delta_segments, monkeypatch
 @pytest.mark.slow
 def test_delta_rule_in_segments_of_time_in_float32(interpreted, delta_segments):
     exact, inputs = (
-        lasting(make_inputs("delta_rule", "plain", batch=1, tokens=270, dtype=dtype, sizes={"H": 1, "K": 20}))
+        lasting(make_inputs("delta_rule", "plain", batch=1, tokens=140, dtype=dtype, sizes={"H": 1, "K": 20}))
         for dtype in (torch.float64, torch.float32)
     )
     assert_as_accurate_as_torch(inputs, gradients(exact, backend="reference"))
-    assert set(delta_segments) == {5}
+    assert set(delta_segments) == {3}
 
 
 @pytest.mark.slow
 def test_delta_rule_in_segments_of_time_reads_half_of_the_rows_in_reverse(interpreted, delta_segments):
-    inputs = lasting(make_inputs("delta_rule", "gated", tokens=300, dtype=torch.float16, sizes={"H": 1}))
+    inputs = lasting(make_inputs("delta_rule", "gated", tokens=150, dtype=torch.float16, sizes={"H": 1}))
     inputs = inputs.replace({"g": 0.01 * inputs.sequences["g"]})
     exact = gradients(inputs.map(torch.Tensor.double), run=Inputs.run_both_ways, backend="torch")
     for name, value in gradients(inputs, backend="triton", reverse="second_half").items():
         assert error(value, exact[name]) <= 3e-3, name
-    assert set(delta_segments) == {2 * 3}  # of two chunks, the last one of each row of one
+    assert set(delta_segments) == {2 * 2}  # of two chunks, the last one of each row of one
 
 
 @pytest.mark.slow
@@ -721,33 +696,23 @@ def test_least_squares_pass_over_padding_in_reverse(interpreted, op):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("op", TRITON_OPS)
-def test_a_loss_on_the_output_alone(interpreted, op):
-    def output_gradients(backend, dtype):
-        inputs = make_inputs(op, batch=1, tokens=3, dtype=dtype, sizes={"H": 1}).map(lambda x: x.requires_grad_())
-        o, _ = inputs.run(backend=backend)
-        return torch.autograd.grad(o.square().sum(), list(inputs.tensors.values()), materialize_grads=True)
-
-    for ours, exact in zip(
-        output_gradients("triton", torch.float32), output_gradients("reference", torch.float64), strict=True
-    ):
-        torch.testing.assert_close(ours.double(), exact, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("op", TRITON_OPS)
-def test_strided_inputs_need_no_copy(interpreted, op):
-    inputs = make_inputs(op, tokens=3, dtype=torch.float32)
-    strided = inputs.map(lambda x: torch.stack((x, x), dim=-2).unbind(-2)[1] if x.ndim >= 3 else x)
+def test_a_loss_on_the_output_alone_of_strided_inputs(interpreted, op):
+    inputs = make_inputs(op, batch=1, tokens=2)
+    strided = inputs.map(lambda x: torch.stack((x, x), dim=-2).float().unbind(-2)[1] if x.ndim >= 3 else x.float())
     assert not any(x.is_contiguous() for x in strided.tensors.values() if x.ndim >= 3)
-    expected, actual = results(*inputs.run(backend="triton")), results(*strided.run(backend="triton"))
-    for name, theirs in expected.items():
-        assert torch.equal(actual[name], theirs), name
+    found = []
+    for one, backend in ((strided, "triton"), (inputs, "reference")):
+        leaves = one.map(lambda x: x.detach().requires_grad_())
+        o, _ = leaves.run(backend=backend)
+        grads = torch.autograd.grad(o.square().sum(), list(leaves.tensors.values()), materialize_grads=True)
+        found.append([o.double(), *(grad.double() for grad in grads)])
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("op", TRITON_OPS)
 def test_compiled_graph_holds_the_kernel_whole(interpreted, op):
-    inputs = make_inputs(op, batch=1, tokens=3, dtype=torch.float32)
+    inputs = make_inputs(op, batch=1, tokens=2, dtype=torch.float32, sizes={"H": 1})
     torch._dynamo.reset()
     compiled = torch.compile(inputs.run, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(backend="triton"), inputs.run(backend="triton"))
@@ -789,11 +754,11 @@ def test_diagonal_scans_in_parts_of_time(interpreted, monkeypatch, op, reverse):
     split = []
     sequence_of_slots = kernels.sequence_of_slots
     monkeypatch.setattr(kernels, "sequence_of_slots", lambda *args: split.append(args) or sequence_of_slots(*args))
-    for options in ({"cu_seqlens": torch.tensor([0, 3, 3, 50])}, {}):
-        inputs = make_inputs(op, batch=1, segments=3 if options else None, tokens=50, sizes={"D": 2, "N": 20})
-        exact = gradients(inputs, run=Inputs.run_reversed if reverse else Inputs.run, backend="reference", **options)
-        assert_as_accurate_as_torch(inputs.map(torch.Tensor.float), exact, reverse=reverse, **options)
-    assert len(split) == 4  # forward and backward
+    options = {"cu_seqlens": torch.tensor([0, 3, 3, 50])}
+    inputs = make_inputs(op, segments=3, tokens=50, sizes={"D": 2, "N": 20})
+    exact = gradients(inputs, run=Inputs.run_reversed if reverse else Inputs.run, backend="reference", **options)
+    assert_as_accurate_as_torch(inputs.map(torch.Tensor.float), exact, reverse=reverse, **options)
+    assert len(split) == 2  # forward and backward
 
 
 @pytest.mark.slow

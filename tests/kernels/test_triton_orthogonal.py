@@ -134,14 +134,6 @@ def test_packed_segments_read_from_their_ends(interpreted, short_stretches, vari
     assert_as_accurate_as_torch(inputs, exact, cu_seqlens=bounds, chunk_size=chunk_size, reverse=True)
 
 
-def test_an_empty_segment_returns_its_state(interpreted):
-    inputs = make_inputs(OP, tokens=4, segments=2, dtype=torch.float32).map(lambda x: 2 * x)
-    for chunk_size in (1, 2):
-        _, final = inputs.run(backend="triton", cu_seqlens=torch.tensor([0, 0, 4]), chunk_size=chunk_size)
-        assert torch.equal(final[0], inputs.initial_state[0])
-        torch.testing.assert_close(final[1].square().sum(-2), torch.ones(final.shape[1], final.shape[3]))
-
-
 @pytest.mark.parametrize("chunk_size", [1, 4])
 def test_a_loss_on_the_state_alone(interpreted, chunk_size):
     def state_gradients(backend, dtype):

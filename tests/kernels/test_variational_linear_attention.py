@@ -5,10 +5,7 @@ import torch
 import torch.nn.functional as F
 from kernel_inputs import assert_equal_up_to_rounding, gradients, make_inputs
 
-from longseq.kernels import (
-    delta_rule,
-    variational_linear_attention,
-)
+from longseq.kernels import delta_rule, variational_linear_attention
 
 BACKENDS = ["torch", "reference"]
 

@@ -109,13 +109,13 @@ def count_calls(layer, x):
 
 
 # Mixers whose kernels take long to interpret, and whose pairs call the same operations as others, are left out.
+# Two tokens of one row show how often an operation is called.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mixer", "share"),
     [
         *((name, "projections") for name in ("deltanet", "gated_deltanet", "longhorn", "mamba", "linear_attention")),
         *((name, "projections") for name in ("gla", "hgrn2", "retnet", "vla", "lattice")),
-        *((name, "all") for name in ("deltanet", "longhorn")),
         *(("rwkv6", share) for share in ("projections", "all")),
     ],
 )
@@ -123,18 +123,16 @@ def test_a_pair_launches_no_operation_twice(monkeypatch, mixer, share):
     if torch.cuda.is_available():
         pytest.skip("the kernels are emulated only where there is no GPU")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    layer, x = build(mixer, share=share).float(), tokens(Layout(2, 2, None)).float()
+    layer, x = build(mixer, share=share).float(), tokens(Layout(1, 2, None), batch=1).float()
     paired = count_calls(layer, x)
     forward = count_calls(build(mixer, "forward").float(), x)
     assert 0 < paired <= forward  # one operation computes a whole pair of Longhorn layers
 
 
 # One for each kind of pair: an operation that reads both ways; one operation for the whole pair; a pair of convolutions
-# and of norms around them; own projections. test_contract.py compiles the operations of all mixers.
+# and of norms around them. test_contract.py compiles the operations of all mixers.
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mixer", "recompute"), [("deltanet", True), ("longhorn", True), ("lattice", False), ("rwkv6", False)]
-)
+@pytest.mark.parametrize(("mixer", "recompute"), [("deltanet", True), ("longhorn", True), ("lattice", False)])
 def test_a_compiled_graph_reads_pairs(mixer, recompute):
     torch.manual_seed(0)
     # As wide as a model: narrow layers have another memory layout.

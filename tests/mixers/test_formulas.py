@@ -355,11 +355,9 @@ def lattice(p: Weights, x: Tensor, o: Options) -> Tensor:
         k = k / (k @ k + 1e-6).sqrt() if o.get("normalize_key") else k
         units, columns = S / S.norm(dim=0), []
         for i, s in enumerate(S.unbind(1)):
-            h, c = {
-                "decode": (units @ k - v, k[i]),
-                "encode": (v, units[:, i] @ v - k[i]),
-                "similarity": (-v, k[i]),
-            }[o.get("objective", "decode")]
+            h, c = {"decode": (units @ k - v, k[i]), "encode": (v, units[:, i] @ v - k[i]), "similarity": (-v, k[i])}[
+                o.get("objective", "decode")
+            ]
             s_new = kept * s - gamma * c * away_from(s, h) / s.norm()
             s_new = s_new.sign() * (s_new.abs() - gamma * o.get("sparsity", 0)).clamp_min(0)
             columns.append(s_new / s_new.norm() if o.get("normalize", True) else s_new)

@@ -259,10 +259,7 @@ def _run_fla(peer: nn.Module, x: Tensor) -> Tensor:
 
 
 def _projections(p: Weights, *names: str) -> Weights:
-    return {
-        "in_proj.weight": torch.cat([p[f"{name}.weight"] for name in names]),
-        "out_proj.weight": p["o_proj.weight"],
-    }
+    return {"in_proj.weight": torch.cat([p[f"{name}.weight"] for name in names]), "out_proj.weight": p["o_proj.weight"]}
 
 
 def _taps(p: Weights) -> Tensor:

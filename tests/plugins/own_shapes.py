@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from lightning.pytorch import LightningDataModule
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 
 class Net(nn.Module):
@@ -21,27 +21,16 @@ class Net(nn.Module):
         return self.head(self.channels(images).relu().mean(dim=(2, 3)))
 
 
-class Features(nn.Module):
-    """A model without logits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.channels = nn.Conv2d(3, 4, 3)
-
-    def forward(self, images):
-        return self.channels(images)
-
-
 class Squares(Dataset):
-    """Images of noise, dark and bright in turn; with `shape`, of another shape.
+    """Images of noise, dark and bright in turn.
 
     The label of the sample `wrong` is 7. The `targets` of all samples are `told` where that is given.
     """
 
     classes = ("dark", "bright")
 
-    def __init__(self, samples: int, first: int = 0, shape: str = "CHW", wrong: int = -1, told: int = -1) -> None:
-        self.samples, self.first, self.shape, self.wrong = samples, first, shape, wrong
+    def __init__(self, samples: int, first: int = 0, wrong: int = -1, told: int = -1) -> None:
+        self.samples, self.first, self.wrong = samples, first, wrong
         if told >= 0:
             self.targets = [told] * samples
 
@@ -52,24 +41,7 @@ class Squares(Dataset):
         draw = torch.Generator().manual_seed(self.first + index)
         label = index % 2
         pixels = torch.randint(128 * label, 128 * (label + 1), (3, 8, 8), generator=draw, dtype=torch.uint8)
-        if self.shape == "four":
-            pixels = torch.cat([pixels, pixels[:1]])
-        if self.shape == "float":
-            pixels = pixels / 255
-        label = 7 if index == self.wrong else label
-        return (pixels, label, "third") if self.shape == "three" else (pixels, label)
-
-
-class Stream(IterableDataset):
-    """Images of any number."""
-
-    classes = ("dark", "bright")
-
-    def __init__(self, samples: int) -> None:
-        self.samples = samples
-
-    def __iter__(self):
-        return iter(Squares(self.samples))
+        return pixels, 7 if index == self.wrong else label
 
 
 class Batches(LightningDataModule):
@@ -77,15 +49,15 @@ class Batches(LightningDataModule):
 
     num_classes = 2
 
-    def __init__(self, batch_size: int, labels: int = 2, raw: bool = False) -> None:
+    def __init__(self, batch_size: int) -> None:
         super().__init__()
-        self.batch_size, self.labels, self.raw, self.loaders, self.stages = batch_size, labels, raw, 0, []
+        self.batch_size, self.loaders, self.stages = batch_size, 0, []
 
     def setup(self, stage: str) -> None:
         self.stages.append(stage)
         squares = Squares(32)
         images = torch.stack([squares[place][0] for place in range(32)])
-        self.rows = TensorDataset(images if self.raw else images / 127.5 - 1, torch.arange(32) % self.labels)
+        self.rows = TensorDataset(images / 127.5 - 1, torch.arange(32) % 2)
 
     def on_before_batch_transfer(self, batch, dataloader_idx: int):
         if self.trainer.global_step == 5 and (mark := Path("stop")).exists():

@@ -20,14 +20,7 @@ from longseq.tasks.image.own import OwnLayout
 
 MODULE = "own_shapes"
 NET = ("model=own", f"model._target_={MODULE}.Net", "data=own", f"plugins=[{MODULE}]")
-SMALL = (
-    "data.img_size=8",
-    "data.crop_pct=1.0",
-    "data.num_workers=0",
-    "trainer=cpu",
-    "logger=none",
-    "callbacks.worst=null",
-)
+SMALL = ("data.img_size=8", "data.crop_pct=1.0", "data.num_workers=0", "trainer=cpu", "logger=none")
 SQUARES = f"data.train_set={{_target_: {MODULE}.Squares, samples: 40}}"
 BEST = "checkpoint=run/checkpoints/best.ckpt"
 

@@ -23,7 +23,7 @@ from lightning.pytorch.strategies.launchers import subprocess_script
 
 import longseq
 from longseq import mixers, plugins, timm_script
-from longseq.tasks import compare, registry
+from longseq.tasks import comparison_runs, registry
 from longseq.tasks.image import sources
 from longseq.tasks.probe import generators
 from longseq.tasks.training import checkpoint as checkpoints
@@ -83,7 +83,7 @@ def run_commands(site: Path) -> int:
     sys.path.insert(0, str(site))
     importlib.invalidate_caches()
     subprocess_script.subprocess = subprocess
-    start_others_as_forks(pytest.MonkeyPatch(), compare)
+    start_others_as_forks(pytest.MonkeyPatch(), comparison_runs)
     multiprocessing.set_start_method("spawn", force=True)  # workers know of the plug-in what they import themselves
     for line in sys.stdin:
         sys.argv = [str(SCRIPT), *shlex.split(line)]  # what further processes run

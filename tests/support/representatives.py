@@ -6,10 +6,10 @@ from longseq import mixers
 
 
 def cover_operations() -> list[str]:
-    """Mixers that have every operation between them, and all that have none."""
+    """Mixers that have every operation between them, and those without an operation."""
     covered: set[str] = set()
     chosen = []
-    for name in mixers.mixer_names():
+    for name in sorted(mixers.mixer_names(), key=lambda name: -len(mixers.get(name).operations)):
         operations = set(mixers.get(name).operations)
         if not operations or operations - covered:
             chosen.append(name)

@@ -23,6 +23,7 @@ from longseq.tasks import registry, train
 from longseq.tasks.config import read
 from longseq.tasks.document.config import DocumentInfo
 from longseq.tasks.image.info import DataInfo
+from longseq.tasks.image.model import ImageModel
 from longseq.tasks.probe.data import ProbeInfo
 from longseq.tasks.probe.generators import generator_options
 from longseq.tasks.registry import with_any_choice
@@ -154,3 +155,11 @@ def test_every_experiment_runs(experiment, compose_config, tmp_path, monkeypatch
         f"output={tmp_path}",
     )
     train.run(config)
+
+
+def test_the_scale_fills_in_the_options_of_each_mixer(compose_config, tmp_path):
+    overrides = ("mixer=hybrid", "mixer.name=deltanet+attention+longhorn", "+mixer.options.attention.num_heads=2")
+    with torch.device("meta"):
+        model = ImageModel().build(resolve(compose_config("train", *overrides, f"output={tmp_path}")), SMALL)
+    layers = [block.mixer.readers[0] for block in model.blocks]
+    assert [getattr(layer, "head_dim", None) for layer in layers] == [16, 32, None, 16]

@@ -16,42 +16,19 @@ from documents import make_rows, write_jsonl
 from forked import start_fork
 
 ALL = (
-    "trainer=cpu",
-    "data.root=rows.jsonl",
-    "data.cache=cache",
-    "data.validation=0.2",
-    "data.test=0.2",
-    "model.d_model=16",
-    "model.depth=1",
-    "model.dropout=0.1",  # random numbers in the model
-    "recipe.schedule.warmup_updates=2",
-    "callbacks.checkpoint.every_n_train_steps=1",
-    "callbacks.telemetry=null",
+    "trainer=cpu data.root=rows.jsonl data.cache=cache data.validation=0.2 data.test=0.2 model.d_model=16 "
+    "model.depth=1 model.dropout=0.1 recipe.schedule.warmup_updates=2 callbacks.checkpoint.every_n_train_steps=1 "
+    "callbacks.telemetry=null"
 )
-# Each with what makes its order of samples, or its state, harder to continue.
+# Each with what makes its order of samples, or its state, harder to continue, and random numbers in the model.
 RUNS = {
     "streams": (
-        "task=lm",
-        "data=text",
-        "mixer=gated_deltanet",
-        "data.packing=streams",
-        "data.reset_state=true",
-        "data.window=16",
-        "recipe.batch_size=64",
-        "callbacks.text_samples=null",
-        *ALL,
+        "task=lm data=text mixer=gated_deltanet data.packing=streams data.reset_state=true data.window=16 "
+        f"recipe.batch_size=64 callbacks.text_samples=null {ALL}"
     ),
     "crops_in_segments": (
-        "task=document",
-        "data=documents",
-        "mixer=gated_deltanet",
-        "data.max_length=128",
-        "data.truncation=middle",
-        "data.random_crops=true",
-        "data.segment=48",
-        "recipe.batch_size=384",
-        "callbacks.linear=null",
-        *ALL,
+        "task=document data=documents mixer=gated_deltanet data.max_length=128 data.truncation=middle "
+        f"data.random_crops=true data.segment=48 recipe.batch_size=384 callbacks.linear=null {ALL}"
     ),
 }
 # The places of tests/support/killer.py.
@@ -61,7 +38,7 @@ STATES = ("state_dict", "optimizer_states", "lr_schedulers", "global_step", "epo
 
 def words_of(run: str, output: str, updates: int, validate: int = 100) -> tuple[str, ...]:
     length = ("recipe.epochs=null", f"recipe.updates={updates}", f"recipe.validate_every_updates={validate}")
-    return (*RUNS[run], *length, f"output={output}", "resume=true")
+    return (*RUNS[run].split(), *length, f"output={output}", "resume=true")
 
 
 def kill(folder: Path, commands: Iterable[tuple[str, tuple[str, ...]]]) -> None:

@@ -45,16 +45,12 @@ def trainer(**options: Any) -> Trainer:
     return Trainer(accelerator="cpu", max_epochs=2, **silent, **options)
 
 
-def open_images(folder: Path, num_workers: int = 0) -> tuple[Any, Any]:
-    keys = {"img_size": 8, "in_chans": 1, "num_workers": num_workers, "mean": [0.2], "std": [0.4]}
+def open_images(folder: Path) -> tuple[Any, Any]:
+    keys = {"img_size": 8, "in_chans": 1, "num_workers": 0, "mean": [0.2], "std": [0.4]}
     data = image_data(name="digits", source="digits", batch_size=64, seed=5, **keys)
     options = {"img_size": 8, "patch_size": 4, "in_chans": 1, "num_classes": 10, "embed_dim": 16, "depth": 1}
     model = timm.create_model("longseq_tiny_patch16_224", mixer="linear_attention", **options)
     return ImageClassifier(model, num_classes=10, training=TRAINING), data
-
-
-def open_images_with_workers(folder: Path) -> tuple[Any, Any]:
-    return open_images(folder, num_workers=1)
 
 
 def open_texts(folder: Path) -> tuple[Any, Any]:
@@ -83,7 +79,7 @@ def open_probe(folder: Path) -> tuple[Any, Any]:
     return ProbeTask(model, slices=data.info.slices, training=TRAINING), data
 
 
-TASKS = [open_images, open_images_with_workers, open_texts, open_corpus, open_probe]
+TASKS = [open_images, open_texts, open_corpus, open_probe]
 
 
 class Noted(Callback):

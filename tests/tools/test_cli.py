@@ -84,7 +84,7 @@ def test_an_error_is_one_line(monkeypatch, capsys, tmp_path, command, words):
     assert not list(tmp_path.iterdir()), "nothing is written"
 
 
-@pytest.mark.parametrize("verb", ["train", "prepare_image", "export"])
+@pytest.mark.parametrize("verb", ["train", "prepare_image"])
 def test_the_help_of_a_verb_names_each_key(verb, monkeypatch, capsys):
     words = ("prepare", "task=image") if verb == "prepare_image" else (verb,)
     assert run(monkeypatch, *words, "--help") == 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ import longseq.tools.hugging_face.causal_lm  # noqa: F401  enters the classes in
 from longseq.backbones.tokens import TokenBackbone
 from longseq.tokenizer_files import BYTES
 from longseq.tools.cli import main
-from longseq.tools.hugging_face.conversion import change_mixer, read_model, write_family, write_model
+from longseq.tools.hugging_face.conversion import change_mixer, read_model, write_family
 from longseq.tools.hugging_face.families import FAMILIES
 
 TOKENS = torch.randint(3, 50, (2, 24), generator=torch.Generator().manual_seed(0))
@@ -366,17 +365,6 @@ def test_shards_are_all_there(llama: Path, tmp_path: Path, monkeypatch: pytest.M
         read_model(source)
 
 
-def test_large_models_have_several_files(llama: Path, tmp_path: Path) -> None:
-    model = read_model(llama)
-    write_model(model, tmp_path / "one")
-    write_model(model, tmp_path / "many", max_shard_size="8KB")
-    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
-    assert same_weights(tmp_path / "one", tmp_path / "many")
-    assert torch.equal(logits(tmp_path / "one"), logits(tmp_path / "many"))
-    again = read_model(tmp_path / "many")
-    assert again.arguments == read_model(tmp_path / "one").arguments
-
-
 def test_models_that_do_not_become_another_are_refused(llama: Path, tmp_path: Path) -> None:
     model, out = read_model(llama), tmp_path / "out"
     with pytest.raises(ValueError, match="layers of attention do not become mamba"):
@@ -403,24 +391,3 @@ def test_a_tokenizer_and_its_window_come_along(tmp_path: Path, monkeypatch: pyte
     assert longseq.from_pretrained(tmp_path / "gsa").text == {"tokenizer": BYTES, "window": 64}
     assert convert(monkeypatch, source=tmp_path / "ours", output=tmp_path / "theirs", format="llama") == 0
     assert (tmp_path / "theirs" / "tokenizer_config.json").is_file()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mixer", [None, "attention+gsa"])
-def test_the_printed_command_can_be_given_to_a_shell(
-    mixer: str | None, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A shell makes several words of {a,b}, and of blanks."""
-    source = edited(llama, tmp_path / "source", rope_theta=100.0, rope_scaling=LLAMA3)
-    output = tmp_path / "with a blank"
-    keys = {} if mixer is None else {"mixer": mixer}
-    assert convert(monkeypatch, source=source, output=output, **keys) == 0
-    for line in capsys.readouterr().out.splitlines()[-2:]:
-        command = line.partition(": longseq ")[2]
-        told = subprocess.run(["bash", "-c", f"printf '%s\\n' {command}"], capture_output=True, text=True, check=True)
-        words = told.stdout.splitlines()
-        assert f"init={output}" in words
-        key = "mixer.options.rotary_scaling" if mixer is None else "+mixer.options.attention.rotary_scaling"
-        (value,) = [word.partition("=")[2] for word in words if word.startswith(f"{key}=")]
-        assert value.startswith("{rope_type:llama3,factor:4.0,")
-        assert all("=" in word for word in words[1:])

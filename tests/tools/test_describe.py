@@ -74,14 +74,6 @@ def test_a_named_backend_is_the_one_that_runs() -> None:
     assert describe_small(mixer="deltanet", backend="reference")["operations"]["delta_rule"]["runs"] == ["reference"]
 
 
-@pytest.mark.slow
-def test_command_describes_a_configuration(command_here, tmp_path: Path) -> None:
-    result = command_here(tmp_path, "describe", "mixer=mamba", "scale=small", "data=imagenet", "data.num_classes=1000")
-    assert result.returncode == 0, result.stderr
-    for shown in ("longseq_small_patch16_224", "mamba", "3 x 224 x 224", "selective_scan", "runs", "devices: cpu"):
-        assert shown in result.stdout
-
-
 def compose_describe(*overrides: str) -> DictConfig:
     with initialize_config_module("longseq.conf", version_base="1.3"):
         return compose("describe", list(overrides))

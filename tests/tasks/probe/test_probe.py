@@ -64,20 +64,9 @@ def evaluation(compose_config: Any, run: Path, *overrides: str) -> Any:
 
 @pytest.mark.slow
 def test_a_mixer_learns_to_recall_and_training_stops_there(compose_config, tmp_path):
-    train.run(
-        make(
-            compose_config,
-            tmp_path,
-            "mixer=deltanet",
-            "data.train=[{samples: 4000}]",
-            "recipe.learning_rate=1e-2",
-            "model.depth=2",
-            "model.d_model=32",
-            "model.mlp=none",
-            "recipe.epochs=20",
-            "callbacks.early_stopping.stopping_threshold=0.95",
-        )
-    )
+    words = ("mixer=deltanet", "data.train=[{samples: 4000}]", "recipe.learning_rate=1e-2", "recipe.epochs=20")
+    words += ("model.depth=2", "model.d_model=32", "model.mlp=none", "callbacks.early_stopping.stopping_threshold=0.95")
+    train.run(make(compose_config, tmp_path, *words))
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     assert metrics["test/accuracy"] > 0.9
     assert metrics["epochs"] < 20, "training stops where the probe is solved"
