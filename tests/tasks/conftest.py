@@ -24,6 +24,7 @@ TINY = (
     "recipe.epochs=2",
     "recipe.schedule.warmup_epochs=0",
     "recipe.batch_size=64",
+    "recipe.learning_rate=2e-3",
 )
 
 Compose = Callable[..., DictConfig]

@@ -43,6 +43,7 @@ def test_a_run_in_another_folder_keeps_its_best_checkpoint(tiny, tmp_path):
     # A rate so high that the loss soon grows, so that the best epoch is an early one.
     words = (f"recipe.epochs={EPOCHS}", "recipe.learning_rate=0.3", "recipe.schedule.min_lr=0.3", "recipe.ema=null")
     words += ("recipe.schedule.warmup_epochs=4", "task.metric=loss", "seed=1")
+    words += ("recipe.augment.mixing={cutmix: 1.0, prob: 0.5}",)
     train.run(tiny(*words, f"output={tmp_path / 'whole'}"))
     whole, best = json.loads((tmp_path / "whole" / "metrics.json").read_text()), read(tmp_path / "whole", "best.ckpt")
     last = read(tmp_path / "whole", "last.ckpt")["global_step"]
