@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from longseq.tasks.data.labels import LabelError, number_of_class
 from longseq.tasks.data.loader import UNREADABLE, Batch, BatchLoader, Failure
 from longseq.tasks.data.sampler import SampleIndex, derive_seed
-from longseq.tasks.image.decoding import decode, first_line, in_eight_bits, upright
+from longseq.tasks.image.decoding import decode, decoding, first_line, in_eight_bits, upright
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.sources import Split
 
@@ -196,7 +196,8 @@ class StreamBatches(IterableDataset[Batch]):
         try:
             number = number_of_class(target, "the stream")
             if isinstance(found, Image.Image):
-                return in_eight_bits(upright(found)), number
+                with decoding():
+                    return in_eight_bits(upright(found)), number
             if stored.get("bytes") is None and name is None:
                 raise ValueError("its row has no image")
             return decode(str(name) if stored.get("bytes") is None else io.BytesIO(stored["bytes"])), number

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import IO, Any
@@ -80,10 +82,21 @@ def decode(file: str | Path | IO[bytes]) -> Image.Image:
         # Pillow 13 maps files that it opens itself into memory, and then misreads rotated TIFF images.
         with open(file, "rb") as stream:
             return decode(stream)
-    with Image.open(file) as image:
+    with decoding(), Image.open(file) as image:
         _correct_planes(image)
         image.load()
         return in_eight_bits(upright(image))
+
+
+@contextmanager
+def decoding() -> Iterator[None]:
+    """Raise ValueError for whatever a decoder raises: damaged bytes lead to errors of many types."""
+    try:
+        yield
+    except (OSError, ValueError, MemoryError):
+        raise
+    except Exception as error:
+        raise ValueError(first_line(error)) from error
 
 
 def first_line(error: BaseException) -> str:
@@ -100,7 +113,7 @@ def find_jpeg_size(data: bytes) -> tuple[int, int] | None:
     """
     if not data.startswith(b"\xff\xd8") or not data.rstrip(b"\0").endswith(b"\xff\xd9"):
         return None
-    with Image.open(io.BytesIO(data)) as image:  # reads only the header
+    with decoding(), Image.open(io.BytesIO(data)) as image:  # reads only the header
         if image.format != "JPEG" or image.mode not in ("RGB", "L") or image.info.get("adobe_transform") == 0:
             return None
         if "exif" in image.info and _orientation(image) in _TURNS:
@@ -111,7 +124,8 @@ def find_jpeg_size(data: bytes) -> tuple[int, int] | None:
 def _orientation(image: Image.Image) -> int | None:
     """The EXIF orientation; None if it is missing or damaged."""
     try:
-        return image.getexif().get(ExifTags.Base.Orientation)
+        with decoding():
+            return image.getexif().get(ExifTags.Base.Orientation)
     except UNREADABLE:
         return None
 

@@ -20,7 +20,7 @@ from longseq.tasks.data.labels import LabelError, find_weights
 from longseq.tasks.data.loader import IMAGES, TARGETS, find_entry
 from longseq.tasks.data.module import TaskData
 from longseq.tasks.image.config import DATAMODULE, ImageDataKeys
-from longseq.tasks.image.decoding import in_eight_bits, upright
+from longseq.tasks.image.decoding import decoding, in_eight_bits, upright
 from longseq.tasks.image.files import Layout, names_by_number
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.predict import ImageFiles
@@ -94,7 +94,8 @@ class DatasetSource:
 def as_image(image: Any) -> Image.Image:
     """An upright 8-bit image from a Pillow image, or a uint8 array `[H, W(, 1 or 3)]` or tensor `[C, H, W]`."""
     if isinstance(image, Image.Image):
-        return in_eight_bits(upright(image))
+        with decoding():
+            return in_eight_bits(upright(image))
     pixels = image.permute(1, 2, 0).numpy() if isinstance(image, Tensor) and image.ndim == 3 else np.asarray(image)
     if pixels.dtype != np.uint8 or pixels.ndim not in (2, 3) or (pixels.ndim == 3 and pixels.shape[2] not in (1, 3)):
         raise ValueError(f"the image {list(pixels.shape)} of {pixels.dtype} must be uint8 with 1 or 3 channels")

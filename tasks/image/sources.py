@@ -18,7 +18,7 @@ from timm.data.readers import create_reader
 from torchvision import datasets as torchvision_datasets
 
 from longseq.tasks.data.labels import LabelError, number_of_class, rarest_labels, require_one_list
-from longseq.tasks.image.decoding import decode, image_endings, in_eight_bits, is_image, upright
+from longseq.tasks.image.decoding import decode, decoding, image_endings, in_eight_bits, is_image, upright
 from longseq.tasks.image.files import (
     SPLIT_KEYS,
     FileSource,
@@ -175,8 +175,10 @@ class TorchvisionSource:
         return len(self.dataset)
 
     def read(self, index: int) -> tuple[Image.Image, int]:
-        image, target = self.dataset[index]
-        return in_eight_bits(upright(image)), number_of_class(target, self.label)
+        with decoding():
+            image, target = self.dataset[index]
+            image = in_eight_bits(upright(image))
+        return image, number_of_class(target, self.label)
 
     def path(self, index: int) -> str:
         samples = getattr(self.dataset, "samples", None)
