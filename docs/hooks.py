@@ -68,25 +68,25 @@ def keys_page() -> str:
     """The keys of each command and of each task's groups, from the classes that declare them."""
     from longseq.tasks import registry
     from longseq.tasks.commands import COMMANDS
-    from longseq.tools.key_help import lines_of
+    from longseq.tools.key_help import rows_of
 
     parts = ["# Keys of the commands", "`longseq VERB --help` prints the same lines."]
     for verb, keys in COMMANDS.items():
         name = "prepare task=image" if verb == "prepare_image" else verb
-        parts += [f"## longseq {name}", _table(lines_of(keys))]
+        parts += [f"## longseq {name}", _table(rows_of(keys))]
     for name in registry.own_names():
         task = registry.keys(name)
         groups = {"data": task.data, "task": task.group, "model": task.model}
         groups |= {"recipe.loss": task.loss, "recipe.augment": task.augment}
         for place, keys in groups.items():
             if isinstance(keys, type):
-                parts += [f"## task={name}: {place}", _table(lines_of(keys, f"{place}."))]
+                parts += [f"## task={name}: {place}", _table(rows_of(keys, f"{place}."))]
     return "\n\n".join(parts) + "\n"
 
 
-def _table(lines: list[str]) -> str:
-    rows = [re.split(r"  +", line.replace("|", "\\|"), maxsplit=1) for line in lines]
-    return "\n".join(["| key=default | |", "|---|---|", *(f"| `{key}` | {help} |" for key, help in rows)])
+def _table(rows: list[tuple[str, str]]) -> str:
+    escaped = ([cell.replace("|", "\\|") for cell in row] for row in rows)
+    return "\n".join(["| key=default | |", "|---|---|", *(f"| `{key}` | {text} |" for key, text in escaped)])
 
 
 def _with_links(text: str, source: str) -> str:

@@ -73,10 +73,10 @@ def weight_files(folder: Path) -> list[str]:
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
     """The weights of a folder, each from the file that the index names. KeyError for one that this file lacks."""
-    files = {name: load_file(folder / name) for name in weight_files(folder)}
     places = weight_map(folder)
     if places is None:
-        return files[WEIGHTS_FILE]
+        return load_file(folder / WEIGHTS_FILE)
+    files = {name: load_file(folder / name) for name in set(places.values())}
     return {name: files[place][name] for name, place in places.items()}
 
 

@@ -22,20 +22,20 @@ def register() -> None:
 def describe_keys(verb: str) -> str:
     """A line for each key of a command that is no group: `key=default`, its help and its values."""
     # Hydra's help fills in a template, in which $ has a meaning.
-    return "\n".join(lines_of(COMMANDS[verb])).replace("$", "$$")
+    return "\n".join(f"{key:<{_WIDTH}}  {text}" for key, text in rows_of(COMMANDS[verb])).replace("$", "$$")
 
 
-def lines_of(cls: type[Keys], place: str = "") -> list[str]:
-    """A line for each key of a section, and of the sections with defaults in it."""
-    lines = []
+def rows_of(cls: type[Keys], place: str = "") -> list[tuple[str, str]]:
+    """`key=default` and its help for each key of a section, and of the sections in it that have defaults."""
+    rows = []
     for name, field in cls.model_fields.items():
         if _section(field) is not None:
             if not field.is_required():
-                lines += lines_of(_section(field), f"{place}{name}.")  # type: ignore[arg-type]
+                rows += rows_of(_section(field), f"{place}{name}.")  # type: ignore[arg-type]
         elif field.annotation is not type(None):
             begin = f"{place}{name}=" + ("..." if field.is_required() else spell(field.get_default()))
-            lines.append(f"{begin:<{_WIDTH}}  {field.description}{_allowed(field)}")
-    return lines
+            rows.append((begin, f"{field.description}{_allowed(field)}"))
+    return rows
 
 
 def _section(field: FieldInfo) -> type[Keys] | None:

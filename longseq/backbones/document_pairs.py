@@ -24,8 +24,8 @@ from longseq.models import register_kind
 class PairClassifier(TextClassifier):
     """Scores the classes of a pair of documents.
 
-    Both documents u and v are read as by `TextClassifier`, with the same weights. The head is an MLP on [u, v, u * v, u
-    - v] of the pooled features, with hidden layers of 4 and 2 times `d_model` channels.
+    `TextClassifier`'s body reads both documents with the same weights. The head is an MLP on [u, v, u * v, u - v] of
+    their pooled features u and v, with hidden layers of 4 and 2 times `d_model` channels.
 
     Args:
         separator: the token at the start of each of the two documents, and nowhere else.

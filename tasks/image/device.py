@@ -60,7 +60,7 @@ class DeviceTransform:
         return batch, self._load(batch, parts[0]) if len(parts) == 1 else None
 
     def finish(self, decoded: tuple[Batch, Tensor | None]) -> Batch:
-        """Crop, augment and erase the images of a decoded batch, without waiting for the device."""
+        """Crop, augment and erase the images of a decoded batch."""
         batch, pixels = decoded
         encoded = batch.inputs
         if not isinstance(encoded, EncodedImages):
