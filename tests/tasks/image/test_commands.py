@@ -131,7 +131,8 @@ def test_metrics_that_a_file_names_are_those_of_torchmetrics(longseq, folder_wor
     lines = [f"    {name}: {node}" for name, (node, _) in OF_ONE_CLASS.items()]
     head = ["# @package _global_", "task:", "  metric: f2", "  threshold: 0.2", "  metrics:"]
     file.write_text("\n".join([*head, *lines]) + "\n")
-    words = ("experiment=mine", f"hydra.searchpath=[file://{tmp_path}/conf]", "recipe.epochs=6")
+    rate = ("recipe.epochs=6", "recipe.learning_rate=2e-2")
+    words = ("experiment=mine", f"hydra.searchpath=[file://{tmp_path}/conf]", *rate)
     told = longseq(*folder_words, *words)
     written = json.loads((tmp_path / "run" / "metrics.json").read_text())
     longseq("evaluate", BEST, "trainer=cpu")
