@@ -7,7 +7,8 @@ reason against the call is chosen; the backend runs. The choice is remembered fo
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, TypeVar
@@ -280,6 +281,19 @@ def forget() -> None:
     """Forget all remembered choices of backends. Call it after changing anything that a choice depends on."""
     for remembered in _REMEMBERED.values():
         remembered.clear()
+
+
+@contextmanager
+def prepare_kernels(device: torch.device) -> Iterator[None]:
+    """Compile the Triton kernels of all calls inside, and of their self-tests, side by side; then run the self-tests.
+
+    Calls inside, backward passes included, launch no kernel that is not compiled yet: their results are meaningless.
+    """
+    try:
+        with self_test.all_at_once(device):
+            yield
+    finally:
+        forget()  # inside, all kernels counted as right
 
 
 def dispatched(

@@ -24,8 +24,8 @@ import re
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -112,28 +112,56 @@ def longseq_self_test_verdict(
         index = torch.cuda.current_device() if index is None else index
     device = torch.device(device_type) if index is None else torch.device(device_type, index)
     packed = packed and not op.endswith("_step") and any(case.bounds for case in find_trial(op).cases)
-    call = (op, dtype, reverse, mixed, packed, kind, *widths)
-    key = (device, _count_ranks(), *call)  # another number of ranks has another verdict
+    sizes = dict(zip(find_trial(op).widths, widths, strict=True))
+    test = _Test(op, dtype, device, reverse, mixed, packed, kind, sizes)
+    key = (_count_ranks(), *test[:-1], *widths)  # another number of ranks has another verdict
     if key in _VERDICTS:
         return _VERDICTS[key]
     if is_testing():
         return None  # a call of the self-test itself
+    if _THREAD.__dict__.get("postponed") is not None:
+        _THREAD.postponed[key] = test
+        return None
+    return _find_verdict(test, key)
+
+
+def _find_verdict(test: "_Test", key: tuple[object, ...]) -> str | None:
+    """The verdict about the kernels of a test, which runs unless another thread or process knows it."""
     # A backward pass must not wait for the test of another thread, whose own backward pass may wait for this one.
     if not _LOCK.acquire(blocking=not _is_inside_backward()):
         return _say_untested("inside a backward pass")
     try:
         if key in _VERDICTS:
             return _VERDICTS[key]
-        sizes = dict(zip(find_trial(op).widths, widths, strict=True))
-        test = _Test(op, dtype, device, reverse, mixed, packed, kind, sizes)
         failure, is_final = _judge(test)
         if is_final:
-            failure = _VERDICTS[key] = _agree(call, failure)
+            failure = _VERDICTS[key] = _agree(test, failure)
     finally:
         _LOCK.release()
     if failure is not None:
-        warnings.warn(f"longseq refuses the Triton kernels of {op}, and backend='auto' runs torch: {failure}")
+        warnings.warn(f"longseq refuses the Triton kernels of {test.op}, and backend='auto' runs torch: {failure}")
     return failure
+
+
+@contextmanager
+def all_at_once(device: torch.device) -> Iterator[None]:
+    """See `longseq.kernels.operation.prepare_kernels`. Inside, all kernels count as right."""
+    tests: dict[tuple[object, ...], _Test] = {}
+    _THREAD.postponed = tests
+    try:
+        with compile_ahead(device):
+            yield
+    finally:
+        _THREAD.postponed = None
+    new = [test for test in tests.values() if not _is_known(test)]
+    _run_in_own_thread(lambda: _compile([check for test in new for check in _list_checks(test)], device))
+    for key, test in tests.items():
+        _find_verdict(test, key)
+
+
+def _is_known(test: "_Test") -> bool:
+    record = test.record
+    return os.environ.get(SELF_TEST_VARIABLE) == "0" or _read(_file_of(record), record) is not None
 
 
 def _count_ranks() -> int:
@@ -142,7 +170,7 @@ def _count_ranks() -> int:
     return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
-def _agree(call: tuple[object, ...], failure: str | None) -> str | None:
+def _agree(test: "_Test", failure: str | None) -> str | None:
     """The verdict that all ranks act on: the first one that any rank reaches.
 
     The verdict is kept in the store of the process group, where each rank writes or reads it without waiting. With a
@@ -152,7 +180,8 @@ def _agree(call: tuple[object, ...], failure: str | None) -> str | None:
     """
     if _count_ranks() == 1:
         return failure
-    rank, op = torch.distributed.get_rank(), call[0]
+    rank, op = torch.distributed.get_rank(), test.op
+    call = test._replace(device=torch.device(test.device.type))
     store = torch.distributed.distributed_c10d._get_default_store()
     mine = json.dumps({"rank": rank, "error": failure})
     first = json.loads(store.compare_set(f"longseq self-test of {call}", "", mine))
@@ -216,7 +245,7 @@ def _judge(test: _Test) -> tuple[str | None, bool]:
         _settle(test.device)
         sizes = "".join(f", {name}={size}" for name, size in test.widths.items())
         _log.info("compiling the kernels of %s (%s%s) and comparing them with float64", test.op, record["dtype"], sizes)
-        error, is_lasting = _run_in_own_thread(test)
+        error, is_lasting = _run_in_own_thread(lambda: _find_error(test))
         found = {**record, "error": error}
         if is_lasting:
             _write(file, found)
@@ -257,7 +286,7 @@ def _settle(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _run_in_own_thread(test: _Test) -> tuple[str | None, bool]:
+def _run_in_own_thread(find_error: Callable[[], str | None]) -> tuple[str | None, bool]:
     """Return the error of the kernels or None, and whether later processes may rely on that.
 
     The test runs in a thread of its own. There autocast, gradients, inference mode, the stream and dispatch modes have
@@ -268,7 +297,7 @@ def _run_in_own_thread(test: _Test) -> tuple[str | None, bool]:
     def run() -> None:
         _THREAD.is_testing = True
         try:
-            outcome.append(_find_error(test))
+            outcome.append(find_error())
         except Exception as error:
             outcome.append(error)
 
@@ -296,15 +325,20 @@ def _is_of_kernels(error: Exception) -> bool:
 
 def _find_error(test: _Test) -> str | None:
     """Compare every case with float64, and two runs with each other."""
-    if test.device.type == "cuda":
-        torch.cuda.set_device(test.device)  # for this thread
     checks = list(_list_checks(test))
-    if test.device.type == "cuda":  # elsewhere kernels are emulated
-        with compile_ahead(test.device):
-            for check in checks:
-                with suppress(Exception):  # an error is raised again below, and reported there
-                    check.run("triton", test.device)
+    _compile(checks, test.device)
     return next((error for check in checks if (error := _find_difference(check, test.device)) is not None), None)
+
+
+def _compile(checks: Iterable["_Check"], device: torch.device) -> None:
+    """Compile the kernels of checks side by side."""
+    if device.type != "cuda":
+        return  # elsewhere kernels are emulated
+    torch.cuda.set_device(device)  # for this thread
+    with compile_ahead(device):
+        for check in checks:
+            with suppress(Exception):  # an error is raised again when the check runs, and reported there
+                check.run("triton", device)
 
 
 class _Check(NamedTuple):

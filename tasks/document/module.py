@@ -200,16 +200,15 @@ class DocumentTask(ClassifierModule):
         # All processes have the same values; without sync_dist Lightning warns.
         self.log_dict({f"test/{name}": value for name, value in scores.items()}, sync_dist=True)
 
-    def observe(self, batch: DocumentBatch, examples: int) -> None:
-        """Run the first `examples` documents of a batch through the body, for the diagnostics of mixers."""
+    def observe(self, batch: DocumentBatch, examples: int | None = None) -> Any:
+        """The features of the first documents of a batch; None: of all."""
         inputs = batch[0]
         body: Any = self.backbone
         if inputs.cu_seqlens is None:
             mask = None if inputs.mask is None else inputs.mask[:examples]
-            body.forward_features(inputs.tokens[:examples], None, mask)
-        else:
-            borders = inputs.cu_seqlens[: examples + 1]
-            body.forward_features(inputs.tokens[:, : int(borders[-1])], borders)
+            return body.forward_features(inputs.tokens[:examples], None, mask)
+        borders = inputs.cu_seqlens if examples is None else inputs.cu_seqlens[: examples + 1]
+        return body.forward_features(inputs.tokens[:, : int(borders[-1])], borders)
 
     def count_flops(self, batch: DocumentBatch) -> int:
         """The operations of a training step: three forward passes over the documents, without recomputation."""

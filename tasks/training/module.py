@@ -246,10 +246,10 @@ class TrainedModule(LightningModule):
             # Lightning would read an exhausted stream forever. A loader that resumes at its end has one empty epoch.
             raise ValueError(f"the training loader gives no more batches after update {self.global_step}")
 
-    def observe(self, batch: Any, examples: int) -> None:
-        """Run the first examples of a batch through the body of the model, for `Telemetry`."""
+    def observe(self, batch: Any, examples: int | None = None) -> Any:
+        """The features of the first examples of a batch, for `Telemetry`; None: of all."""
         read: Any = getattr(self.backbone, "forward_features", self.backbone)
-        read(batch[0][:examples])
+        return read(batch[0][:examples])
 
     def count_flops(self, batch: Any) -> int | None:
         """The operations of a training step on a batch of this process, None if unknown."""

@@ -18,6 +18,7 @@ from omegaconf import DictConfig
 
 from longseq.tasks.data.module import TaskData
 from longseq.tasks.training import targets
+from longseq.tasks.training.callbacks.charts import KernelPreparation
 from longseq.tasks.training.callbacks.stop import StopTogether
 from longseq.tasks.training.callbacks.throughput import RunClock
 from longseq.tasks.training.callbacks.weights import ExponentialMovingAverage
@@ -38,7 +39,7 @@ def build_callbacks(config: DictConfig | Config, module: TrainedModule) -> list[
     A callback that monitors a metric gets its direction from the metric of `module`, which must have it (ValueError).
     """
     config = resolve(config)
-    callbacks: list[Callback] = [StopTogether(), RunClock(), RunLog()]
+    callbacks: list[Callback] = [StopTogether(), RunClock(), RunLog(), KernelPreparation()]
     if config["recipe"].get("ema") and module.has_gradients:
         callbacks.append(ExponentialMovingAverage(**config["recipe"]["ema"]))
     for name, options in config["callbacks"].items():

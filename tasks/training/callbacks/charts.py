@@ -1,5 +1,7 @@
 """Charts of a run: what the mixers report about themselves, and confusion matrices."""
 
+import logging
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,9 +14,13 @@ from torch import Tensor, nn
 from torchvision.transforms.functional import pil_to_tensor
 
 from longseq.blocks.sharding import has_shards
+from longseq.kernels.operation import prepare_kernels
+from longseq.kernels.self_test import is_tested
 from longseq.mixers import Mixer, named_readings
 from longseq.tasks.training.distributed import updated
 from longseq.tasks.training.logger import log_metrics
+
+_log = logging.getLogger(__name__)
 
 
 class Telemetry(Callback):
@@ -46,6 +52,40 @@ class Telemetry(Callback):
         if named and trainer.is_global_zero:
             values = torch.stack(list(named.values())).tolist()
             log_metrics(trainer.loggers, dict(zip(named, values, strict=True)), trainer.global_step - 1)
+
+
+class KernelPreparation(Callback):
+    """Compiles the Triton kernels of a run on a GPU side by side, and tests them, before the first update.
+
+    It runs the body of the model on the first batch for training, for evaluation and for `Telemetry`, which would
+    otherwise each wait for their kernels, one after the other.
+    """
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Shards are gathered only for the module's own training step.
+        self.is_due = is_tested(pl_module.device.type) and not has_shards(pl_module)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        module: Any = pl_module
+        backbone, device = module.backbone, pl_module.device
+        if not self.is_due or not _name_mixers(backbone):
+            return
+        self.is_due = False
+        started = time.monotonic()
+        buffers = [(buffer, buffer.clone()) for buffer in backbone.buffers()]
+        gpus = [device] if device.type == "cuda" else []
+        with prepare_kernels(device), trainer.precision_plugin.forward_context(), torch.random.fork_rng(gpus):
+            features = module.observe(batch)
+            trained = [parameter for parameter in backbone.parameters() if parameter.requires_grad]
+            torch.autograd.grad(features.float().sum(), trained, allow_unused=True)
+            with evaluating(backbone):
+                module.observe(batch)
+                with watching(backbone):
+                    module.observe(batch, 8)
+        with torch.no_grad():
+            for buffer, kept in buffers:
+                buffer.copy_(kept)
+        _log.info("prepared the kernels in %.0f s", time.monotonic() - started)
 
 
 @contextmanager
