@@ -17,6 +17,7 @@ from triton.runtime.errors import PTXASError
 
 from longseq import kernels
 from longseq.kernels import dispatch, explain, list_ops, self_test
+from longseq.kernels.operation import prepare_kernels
 from longseq.kernels.self_test_cases import REVERSED
 from longseq.kernels.short_convolution.chunk import short_convolution_chunk
 from longseq.kernels.short_convolution.reference import short_convolution_step_torch
@@ -165,6 +166,17 @@ def test_each_precision_and_width_has_its_verdict(kernel, tests_run, tmp_path):
         (dtype, width) for dtype in (torch.float32, torch.bfloat16) for width in (4, 6, 8)
     ]
     assert len(verdict_files(tmp_path)) == 6
+
+
+def test_kernels_that_are_prepared_are_tested_after_the_calls(kernel, tests_run):
+    kernel(wrong_output)
+    with pytest.warns(UserWarning, match="longseq refuses the Triton kernels of short_convolution"):
+        with prepare_kernels(CPU):
+            inside = run()
+            assert not tests_run
+        assert len(tests_run) == 1
+    torch.testing.assert_close(run(), run(backend="torch"))
+    assert not torch.equal(inside[0], run()[0])
 
 
 # Gradients whose errors of 2 % the self-test cannot see: the torch form sums them in the parameter's precision, and
