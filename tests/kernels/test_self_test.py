@@ -170,11 +170,9 @@ def test_each_precision_and_width_has_its_verdict(kernel, tests_run, tmp_path):
 
 def test_kernels_that_are_prepared_are_tested_after_the_calls(kernel, tests_run):
     kernel(wrong_output)
-    with pytest.warns(UserWarning, match="longseq refuses the Triton kernels of short_convolution"):
-        with prepare_kernels(CPU):
-            inside = run()
-            assert not tests_run
-        assert len(tests_run) == 1
+    with pytest.warns(UserWarning, match="refuses the Triton kernels of short_convolution"), prepare_kernels(CPU):
+        inside, tests_inside = run(), len(tests_run)
+    assert (tests_inside, len(tests_run)) == (0, 1)
     torch.testing.assert_close(run(), run(backend="torch"))
     assert not torch.equal(inside[0], run()[0])
 
