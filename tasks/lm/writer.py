@@ -179,11 +179,8 @@ class _Row:
         self.read, self.number, self.before, self.show = read, number, before, show
         self.written = Written([])
         self._end = writer.tokenizer.separator if writer.keys.end else None
-        # A stop string may have begun in the last tokens; a character has at most four tokens.
-        stops = writer.keys.stop
-        last = max(len(before) - 4 * max(map(len, stops), default=0), 0)
-        self._stream = TextStream(writer.tokenizer, [*read, *before[:last]])
-        self._stops = StopStrings(stops, "".join([self._stream.push(token) for token in before[last:]]))
+        self._stream = TextStream(writer.tokenizer, read)
+        self._stops = StopStrings(writer.keys.stop, "".join([self._stream.push(token) for token in before]))
 
     def push(self, token: int) -> None:
         """Add a token, unless the text has ended."""

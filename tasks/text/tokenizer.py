@@ -17,8 +17,7 @@ from longseq.tokenizer_files import SEPARATORS
 
 Tokens = npt.NDArray[np.integer[Any]]
 
-_LONGEST_WAIT = 4  # tokens that may wait for the rest of their character, which has at most four bytes
-_LONGEST_CONTEXT = 32  # tokens that are decoded again with the next ones while no character is whole
+_CONTEXT = 32  # tokens of the text before that are decoded with the first new ones
 _NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -200,44 +199,34 @@ class TextInfo(Info):
 class TextStream:
     """Turns tokens into text as they come; holds back tokens until their characters are whole.
 
-    `context` are the tokens before the first one, by which some tokenizers decide on a blank between words.
+    `context` are the tokens of the text before, by which some tokenizers decide on a blank between words.
     """
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._tokens = list(context)[-_LONGEST_WAIT:]  # the context of the next text, and the tokens that wait
-        self._read = len(self._tokens)  # the length of the context
+        self._waiting: list[int] = []
+        self._context = list(context)[-_CONTEXT:]
+        # A cut inside a character makes all of Llama's byte tokens up to the next other token invalid.
+        while tokenizer.decode(self._context).startswith(_NO_CHARACTER):
+            del self._context[0]
 
     def push(self, token: int) -> str:
         """The text that a token completes, possibly none."""
-        self._tokens.append(token)
-        whole = self._tokenizer.decode(self._tokens)
-        text, waiting = whole[len(self._before(0)) :], len(self._tokens) - self._read
-        if not text:
-            return ""
-        if not text.endswith(_NO_CHARACTER):
-            return self._give(waiting)
-        if waiting < _LONGEST_WAIT:
-            return ""
-        # The first of these tokens is not part of a character. The last ones may still begin one and wait on.
-        return self._give(next(n for n in range(1, waiting + 1) if whole.startswith(self._before(n))))
+        self._waiting.append(token)
+        return "" if self._text().endswith(_NO_CHARACTER) else self.finish()
 
     def finish(self) -> str:
         """The rest of the text, with U+FFFD for bytes that form no character."""
-        return self._give(len(self._tokens) - self._read)
-
-    def _before(self, count: int) -> str:
-        """The text of the context and of the first `count` tokens that wait."""
-        return self._tokenizer.decode(self._tokens[: self._read + count])
-
-    def _give(self, count: int) -> str:
-        """The text of the first `count` tokens that wait; they become the context of the next text."""
-        before = self._before(count)
-        text = before[len(self._before(0)) :]
-        # Invalid bytes may count as one character with those before them, which stay until a character is whole.
-        forgotten = 0 if before.endswith(_NO_CHARACTER) and self._read < _LONGEST_CONTEXT else self._read
-        self._tokens, self._read = self._tokens[forgotten:], self._read + count - forgotten
+        text = self._text()
+        if text:
+            self._context, self._waiting = self._waiting, []
         return text
+
+    def _text(self) -> str:
+        """The text of the tokens that wait."""
+        before, whole = (self._tokenizer.decode(tokens) for tokens in (self._context, self._context + self._waiting))
+        # Invalid byte tokens also make the valid ones before them invalid.
+        return whole[len(before) :] if whole.startswith(before) else self._tokenizer.decode(self._waiting)
 
 
 class StopStrings:
