@@ -170,7 +170,7 @@ def draw_tokens(writing: Continuation, count: int) -> Iterator[list[int]]:
 
 
 class _Row:
-    """A text after the prompt `read`, which ends at the end-of-text token or before a stop string.
+    """A text after the prompt `read`, which ends at an end-of-text token or before a stop string.
 
     `number` seeds the draws; `before` are the tokens that were written before the state was saved.
     """
@@ -178,7 +178,7 @@ class _Row:
     def __init__(self, writer: Writer, read: list[int], number: int, before: list[int], show: Show | None) -> None:
         self.read, self.number, self.before, self.show = read, number, before, show
         self.written = Written([])
-        self._end = writer.tokenizer.separator if writer.keys.end else None
+        self._is_end = writer.tokenizer.is_end if writer.keys.end else lambda token: False
         self._stream = TextStream(writer.tokenizer, read)
         self._stops = StopStrings(writer.keys.stop, "".join([self._stream.push(token) for token in before]))
 
@@ -186,7 +186,7 @@ class _Row:
         """Add a token, unless the text has ended."""
         if self.written.reason is not None:
             return
-        if token == self._end:
+        if self._is_end(token):
             self.written.reason = "end"
             return
         self.written.tokens.append(token)

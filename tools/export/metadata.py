@@ -93,6 +93,8 @@ def language_metadata(
         tokenizer = metadata["tokenizer"]
         start = find_start(tokenizer) if "start" in tokenizer else metadata.get("separator")
         metadata["start"] = None if tokenizer.get("bare_prompts") else start
+        ends = (metadata.get("separator"), *tokenizer.get("ends", ()))
+        metadata["ends"] = [token for token in ends if token is not None]
     metadata["vocab_size"] = model.vocab_size
     if limit is not None:
         metadata["max_length"] = limit
