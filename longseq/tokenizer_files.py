@@ -233,25 +233,10 @@ def _byte_tokenizer() -> dict[str, Any]:
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     return {
         "version": "1.0",
-        "truncation": None,
-        "padding": None,
         "added_tokens": [{"id": number, "content": name, **flags}],
-        "normalizer": None,
         "pre_tokenizer": byte_level,
-        "post_processor": None,
         "decoder": byte_level,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": _byte_names(),
-            "merges": [],
-        },
+        "model": {"type": "BPE", "vocab": _byte_names(), "merges": []},
     }
 
 

@@ -178,7 +178,7 @@ class _Row:
     def __init__(self, writer: Writer, read: list[int], number: int, before: list[int], show: Show | None) -> None:
         self.read, self.number, self.before, self.show = read, number, before, show
         self.written = Written([])
-        self._is_end = writer.tokenizer.is_end if writer.keys.end else lambda token: False
+        self._ends = writer.tokenizer.ends if writer.keys.end else ()
         self._stream = TextStream(writer.tokenizer, read)
         self._stops = StopStrings(writer.keys.stop, "".join([self._stream.push(token) for token in before]))
 
@@ -186,7 +186,7 @@ class _Row:
         """Add a token, unless the text has ended."""
         if self.written.reason is not None:
             return
-        if self._is_end(token):
+        if token in self._ends:
             self.written.reason = "end"
             return
         self.written.tokens.append(token)

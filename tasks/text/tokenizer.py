@@ -26,15 +26,15 @@ class Tokenizer(ABC):
 
     `separator` is the token that begins and ends each document. No text maps to it. `start` is the token in front of a
     text that a model continues: the separator, or the token that a model of another library was trained with. With
-    `bare_prompts` only whole documents and an empty text begin with it. `ends` are other tokens than the separator that
-    end a text that a model writes.
+    `bare_prompts` only whole documents and an empty text begin with it. `ends` are the tokens that end a text that a
+    model writes: the separator, and others that the model lists.
     """
 
     vocab_size: int
     separator: int
     start: int
     bare_prompts: bool = False
-    ends: Sequence[int] = ()
+    ends: tuple[int, ...]
 
     @abstractmethod
     def encode_all(self, texts: Sequence[str]) -> list[Tokens]:
@@ -47,10 +47,6 @@ class Tokenizer(ABC):
     @abstractmethod
     def to_dict(self) -> dict[str, Any]:
         """Plain containers from which `tokenizer_from_dict` makes the tokenizer again."""
-
-    def is_end(self, token: int) -> bool:
-        """True for a token that ends a text that a model writes."""
-        return token == self.separator or token in self.ends
 
     def encode(self, text: str) -> Tokens:
         """The tokens of one text."""
@@ -68,8 +64,8 @@ class ByteTokenizer(Tokenizer):
     vocab_size = 257
     separator = start = 256
 
-    def __init__(self, ends: Sequence[int] = ()) -> None:
-        self.ends = ends
+    def __init__(self, ends: Iterable[int] = ()) -> None:
+        self.ends = (self.separator, *ends)
 
     def encode_all(self, texts: Sequence[str]) -> list[Tokens]:
         return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
@@ -78,7 +74,7 @@ class ByteTokenizer(Tokenizer):
         return bytes(token for token in tokens if token < self.separator).decode(errors="replace")
 
     def to_dict(self) -> dict[str, Any]:
-        return {"kind": "bytes", **({"ends": list(self.ends)} if self.ends else {})}
+        return {"kind": "bytes", **({"ends": [*others]} if (others := self.ends[1:]) else {})}
 
 
 class FileTokenizer(Tokenizer):
@@ -96,7 +92,7 @@ class FileTokenizer(Tokenizer):
         start: str | None = None,
         *,
         bare_prompts: bool = False,
-        ends: Sequence[int] = (),
+        ends: Iterable[int] = (),
     ) -> None:
         from tokenizers import Tokenizer as Library
 
@@ -106,7 +102,7 @@ class FileTokenizer(Tokenizer):
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.separator_name, self.separator = self._find_token([separator] if separator else SEPARATORS)
         self.start_name, self.start = self._find_token([start or self.separator_name])
-        self.bare_prompts, self.ends = bare_prompts, ends
+        self.bare_prompts, self.ends = bare_prompts, (self.separator, *ends)
 
     def _find_token(self, names: Sequence[str]) -> tuple[str, int]:
         """The first of `names` that the tokenizer has, and its number."""
@@ -127,7 +123,7 @@ class FileTokenizer(Tokenizer):
     def to_dict(self) -> dict[str, Any]:
         own: dict[str, Any] = {} if self.start == self.separator else {"start": self.start_name}
         own |= {"bare_prompts": True} if self.bare_prompts else {}
-        own |= {"ends": list(self.ends)} if self.ends else {}
+        own |= {"ends": [*others]} if (others := self.ends[1:]) else {}
         return {"kind": "file", "separator": self.separator_name, "json": self._text, **own}
 
 

@@ -124,14 +124,13 @@ class StopTogether(Callback):
             trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = partial(self._agree_late, trainer)  # type: ignore[method-assign]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.on_test_start(trainer, pl_module)
-
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Replace Lightning's signal handlers, which it restores after the stage."""
         if trainer.world_size > 1 and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._record)
             if signal.getsignal(signal.SIGUSR1) != signal.SIG_DFL:  # of a SLURM job
                 signal.signal(signal.SIGUSR1, self._record)
+
+    on_test_start = on_train_start
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.world_size > 1:
