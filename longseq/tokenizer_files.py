@@ -39,8 +39,9 @@ def read_tokenizer(path: Path, separator: str | None = None) -> dict[str, Any]:
         return dict(BYTES)
     numbers = _numbers(content)
     usual = next((name for name in SEPARATORS if name in numbers), None)
-    found = {"kind": "file", "separator": separator or _end_token(path.parent) or usual, "json": text}
-    return as_read(found)
+    end = _settings(path.with_name(SETTINGS_FILE)).get("eos_token")  # a text, or a dictionary with it
+    end = end.get("content") if isinstance(end, dict) else end
+    return as_read({"kind": "file", "separator": separator or end or usual, "json": text})
 
 
 def as_read(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
@@ -63,14 +64,10 @@ def read_folder(folder: Path) -> dict[str, Any] | None:
     if tokenizer["kind"] == "bytes":
         return tokenizer
     start = _first_token(json.loads(tokenizer["json"]))
-    if start is None and _reads_bare_prompts(folder):
+    is_converted = (folder / SOURCE_CONFIG).is_file()
+    if start is None and (is_converted or _settings(folder / SETTINGS_FILE).get("add_bos_token") is False):
         return {**tokenizer, "bare_prompts": True}
     return tokenizer if start in (None, tokenizer["separator"]) else {**tokenizer, "start": start}
-
-
-def _reads_bare_prompts(folder: Path) -> bool:
-    """True for the folder of a converted model, whose tokenizer file puts nothing in front of a text."""
-    return (folder / SOURCE_CONFIG).is_file() or _settings(folder / SETTINGS_FILE).get("add_bos_token") is False
 
 
 def tokenizer_files(tokenizer: Mapping[str, Any], documents: Mapping[str, Any] | None = None) -> dict[str, str]:
@@ -161,12 +158,6 @@ def _numbers(content: Mapping[str, Any]) -> dict[str, int]:
     if isinstance(vocabulary, list):  # of the kind Unigram: tokens with their scores
         vocabulary = {entry[0]: number for number, entry in enumerate(vocabulary)}
     return {**vocabulary, **{token["content"]: token["id"] for token in content.get("added_tokens") or ()}}
-
-
-def _end_token(folder: Path) -> str | None:
-    """The eos_token in the settings: a text, or a dictionary with the text as `content`."""
-    token = _settings(folder / SETTINGS_FILE).get("eos_token")
-    return token.get("content") if isinstance(token, dict) else token
 
 
 def _other_ends(folder: Path, tokenizer: Mapping[str, Any]) -> list[int]:

@@ -143,9 +143,9 @@ def read_tokenizer(choice: str, separator: str | None = None) -> Tokenizer:
 def tokenizer_from_dict(values: Mapping[str, Any]) -> Tokenizer:
     """The inverse of `Tokenizer.to_dict`."""
     own = {key: values[key] for key in ("start", "bare_prompts", "ends") if key in values}
-    return (
-        ByteTokenizer(**own) if values["kind"] == "bytes" else FileTokenizer(values["json"], values["separator"], **own)
-    )
+    if values["kind"] == "bytes":
+        return ByteTokenizer(**own)
+    return FileTokenizer(values["json"], values["separator"], **own)
 
 
 def trained_size(choice: str) -> int | None:

@@ -105,12 +105,9 @@ class StopTogether(Callback):
 
     SLURM's SIGUSR1 before the end of a job's time does the same. Lightning 2.6 calls a collective operation in its
     signal handler, which can hang, and its agreement before each batch waits for the GPU. Here the handler only records
-    the signal. The processes agree before each training batch, before each validation, and before every tenth batch of
-    an evaluation (except streams, where processes have different numbers of batches). A single process stops as in
-    Lightning, and before a validation.
-
-    In training they stop one batch late, because an answer is read only after the next question is asked: a process can
-    launch a batch while its GPU still works on the one before.
+    the signal. The processes agree before each training batch (and stop one batch later, which keeps the GPU busy),
+    before each validation, and before every tenth batch of an evaluation, except streams, where processes have
+    different numbers of batches. A single process stops as in Lightning, and before a validation.
     """
 
     def __init__(self) -> None:
