@@ -4,7 +4,8 @@ A tokenizer is a dictionary of plain values. `{"kind": "bytes"}` is the 256 byte
 256. `{"kind": "file", "json": TEXT, "separator": NAME}` is a file of the library `tokenizers`: `separator` names the
 token that begins and ends each document (None if unknown). Its key `start` names the token in front of a text that the
 model continues, if that is another one, as in Llama. `bare_prompts` is True if the model reads a prompt without a token
-in front, as Qwen and GPT-2 do. Reading and writing need no other library.
+in front, as Qwen and GPT-2 do. Both kinds have the key `ends` if other tokens than the separator also end a text that
+the model writes: their numbers. Reading and writing need no other library.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ def read_tokenizer(path: Path, separator: str | None = None) -> dict[str, Any]:
         return dict(BYTES)
     numbers = _numbers(content)
     usual = next((name for name in SEPARATORS if name in numbers), None)
-    found = {"kind": "file", "separator": separator or _end_token(path.parent) or usual, "json": text}
-    return as_read(found)
+    end = _settings(path.with_name(SETTINGS_FILE)).get("eos_token")  # a text, or a dictionary with it
+    end = end.get("content") if isinstance(end, dict) else end
+    return as_read({"kind": "file", "separator": separator or end or usual, "json": text})
 
 
 def as_read(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,24 +59,22 @@ def read_folder(folder: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     tokenizer = read_tokenizer(path)
+    if ends := _other_ends(folder, tokenizer):
+        tokenizer["ends"] = ends
     if tokenizer["kind"] == "bytes":
         return tokenizer
     start = _first_token(json.loads(tokenizer["json"]))
-    if start is None and _reads_bare_prompts(folder):
+    is_converted = (folder / SOURCE_CONFIG).is_file()
+    if start is None and (is_converted or _settings(folder / SETTINGS_FILE).get("add_bos_token") is False):
         return {**tokenizer, "bare_prompts": True}
     return tokenizer if start in (None, tokenizer["separator"]) else {**tokenizer, "start": start}
-
-
-def _reads_bare_prompts(folder: Path) -> bool:
-    """True for the folder of a converted model, whose tokenizer file puts nothing in front of a text."""
-    return (folder / SOURCE_CONFIG).is_file() or _settings(folder).get("add_bos_token") is False
 
 
 def tokenizer_files(tokenizer: Mapping[str, Any], documents: Mapping[str, Any] | None = None) -> dict[str, str]:
     """The files of a tokenizer, as a dictionary from names to contents.
 
     With them transformers does what `longseq generate` does: a text begins with the separator, with `start`, or with
-    nothing if `bare_prompts` is True, and ends with the separator; batches are padded on the left.
+    nothing if `bare_prompts` is True, and ends with the separator or one of `ends`; batches are padded on the left.
 
     For a classifier, `documents` gives `truncation` and `max_length`; its documents begin with the separator.
     transformers has only the truncations `head` and `tail`.
@@ -96,7 +96,8 @@ def tokenizer_files(tokenizer: Mapping[str, Any], documents: Mapping[str, Any] |
             content = {**content, "post_processor": None} if _ends_texts(content) else content
         elif _first_token(content) != start or _ends_texts(content):
             content = {**content, "post_processor": _beginning_with(start, first)}
-        generation = {"bos_token_id": first, "eos_token_id": number, "pad_token_id": number}
+        ends = [number, *tokenizer["ends"]] if "ends" in tokenizer else number
+        generation = {"bos_token_id": first, "eos_token_id": ends, "pad_token_id": number}
         if documents is None:
             files[GENERATION_FILE] = json.dumps(generation, indent=2) + "\n"
     if documents is not None:
@@ -159,15 +160,15 @@ def _numbers(content: Mapping[str, Any]) -> dict[str, int]:
     return {**vocabulary, **{token["content"]: token["id"] for token in content.get("added_tokens") or ()}}
 
 
-def _end_token(folder: Path) -> str | None:
-    """The eos_token in the settings: a text, or a dictionary with the text as `content`."""
-    token = _settings(folder).get("eos_token")
-    return token.get("content") if isinstance(token, dict) else token
+def _other_ends(folder: Path, tokenizer: Mapping[str, Any]) -> list[int]:
+    """The tokens at which transformers ends a text, without the separator."""
+    listed = _settings(folder / GENERATION_FILE).get("eos_token_id")
+    _, separator = find_separator(tokenizer) or (None, None)
+    return [end for end in (listed if isinstance(listed, list) else [listed]) if end not in (None, separator)]
 
 
-def _settings(folder: Path) -> Mapping[str, Any]:
-    """The settings next to a tokenizer file; empty if there are none."""
-    path = folder / SETTINGS_FILE
+def _settings(path: Path) -> Mapping[str, Any]:
+    """The settings in a file next to a tokenizer file; empty if there are none."""
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
@@ -223,25 +224,10 @@ def _byte_tokenizer() -> dict[str, Any]:
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     return {
         "version": "1.0",
-        "truncation": None,
-        "padding": None,
         "added_tokens": [{"id": number, "content": name, **flags}],
-        "normalizer": None,
         "pre_tokenizer": byte_level,
-        "post_processor": None,
         "decoder": byte_level,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": _byte_names(),
-            "merges": [],
-        },
+        "model": {"type": "BPE", "vocab": _byte_names(), "merges": []},
     }
 
 

@@ -58,7 +58,7 @@ class Generate(FromCheckpoint):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = key(None, "draw among the fewest tokens of this probability")
     repetition_penalty: Positive = key(1.0, "above 1: tokens of the text become less probable")
     stop: list[str] = key([], "texts before which the output ends")
-    end: bool = key(True, "end with the end-of-text token")
+    end: bool = key(True, "end at an end-of-text token of the model")
     seed: int = key(0, "the seed of the draws", ge=0)
     batch_size: Count = key(64, "the prompts of a batch")
     device: str = key("auto", "auto: the GPU if there is one; cpu, cuda, cuda:1, ...")

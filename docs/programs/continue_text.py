@@ -31,11 +31,11 @@ def coders(tokenizer):
 
 
 def continue_text(path, text, max_new_tokens=256):
-    """The most probable continuation of a text, up to the separator."""
+    """The most probable continuation of a text, up to a token that ends it."""
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     facts = session.get_modelmeta().custom_metadata_map
-    states, separator, first, tokenizer = (
-        json.loads(facts[key]) for key in ("states", "separator", "start", "tokenizer")
+    states, separator, first, ends, tokenizer = (
+        json.loads(facts[key]) for key in ("states", "separator", "start", "ends", "tokenizer")
     )
     encode, decode = coders(tokenizer)
     prompt, written = encode(text), []
@@ -47,7 +47,7 @@ def continue_text(path, text, max_new_tokens=256):
         logits, *values = session.run(None, {"token": token, **dict(zip(names, values, strict=True))})
         if index >= len(read) - 1:  # the whole text is read
             best = int(logits[0].argmax())
-            if best == separator:
+            if best in ends:
                 break
             written.append(best)
     return decode(prompt + written)[len(decode(prompt)) :]

@@ -93,9 +93,15 @@ def sort_names(names: Iterable[str], key: Callable[[str], Any] | None = None) ->
 
 
 def name_some(names: Sequence[str]) -> str:
-    """The first five names, and the number of the others."""
+    """The first five names in quotes, and the number of the others."""
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(names[:5]) + more
+    return ", ".join(map(repr, names[:5])) + more
+
+
+def no_column(header: Sequence[str], names: Iterable[str]) -> str | None:
+    """The first column of `names` that a table lacks, and the columns that it has, in words; None if it has all."""
+    missing = [name for name in names if name not in header]
+    return f"no column {missing[0]!r}; it has {', '.join(map(repr, header))}" if missing else None
 
 
 def targets_of(

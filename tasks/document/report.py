@@ -29,7 +29,7 @@ LENGTHS = (512, 1024, 4096)
 BINS = {**{f"up_to_{length}": f"up to {length:,} tokens" for length in LENGTHS}, "longer": "over 4,096 tokens"}
 
 
-class LabelCalibrationError(BinaryCalibrationError):
+class LabelCalibrationError(metrics.ClosedBins, BinaryCalibrationError):
     """The calibration error over all labels, from `[N, C]`."""
 
     def update(self, preds: Tensor, target: Tensor) -> None:

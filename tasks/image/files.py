@@ -31,7 +31,7 @@ import numpy as np
 from PIL import Image
 from timm.data.readers.class_map import load_class_map
 
-from longseq.tasks.data.labels import LABEL_COLUMN, Labels, name_some, read_labels, sort_names, targets_of
+from longseq.tasks.data.labels import LABEL_COLUMN, Labels, name_some, no_column, read_labels, sort_names, targets_of
 from longseq.tasks.data.module import PassedOver, same_root
 from longseq.tasks.image.decoding import decode, is_hidden, is_image
 
@@ -350,7 +350,7 @@ class TableLayout(Layout):
         for row in rows:
             if unknown := sorted(set(row.labels) - known):
                 classes = name_some(class_names)
-                raise ValueError(f"{part}, line {row.line}: the label {unknown[0]} is not among {classes}")
+                raise ValueError(f"{part}, line {row.line}: the label {unknown[0]!r} is not among {classes}")
         labels = [row.labels for row in rows]
         targets = targets_of(np.arange(len(rows)), labels, class_names, multi_label=self.keys.multi_label)
         return FileSource(part, class_names, targets, [row.path for row in rows])
@@ -365,8 +365,8 @@ def _read_rows(path: Path, keys: ImageDataKeys) -> Iterator[_Row]:
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file, strict=True)
         present = list(reader.fieldnames or [])
-        if missing := [one for one in (named, *columns) if one not in present]:
-            raise ValueError(f"{path} has no column {missing[0]}, but {', '.join(present)}")
+        if missing := no_column(present, (named, *columns)):
+            raise ValueError(f"{path} has {missing}")
         if len(set(present)) < len(present):
             raise ValueError(f"{path} has two columns of one name")
         for row in reader:
@@ -376,7 +376,7 @@ def _read_rows(path: Path, keys: ImageDataKeys) -> Iterator[_Row]:
                     raise ValueError("too many cells" if None in row else "no file")
                 image = str(path.parent / row[named])  # "./a.png" and "a.png" are one file
                 if image in seen:
-                    raise ValueError(f"{row[named]} is in line {seen[image]} already")
+                    raise ValueError(f"{row[named]!r} is in line {seen[image]} already")
                 seen[image] = line
                 cells = [row[one] for one in columns]
                 labels = read_labels(cells, given, multi_label=keys.multi_label, delimiter=keys.label_delimiter)

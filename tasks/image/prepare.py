@@ -98,6 +98,9 @@ def prepare(keys: PrepareImages, *, show_progress: bool = True) -> dict[str, Any
                     else:
                         failed.append(f"{source.path(index)}: {one.reason}")
                     advance(1)
+                if writer.tar is None:
+                    reason = f"none of the {len(source)} {split} images can be read"
+                    raise ValueError(": ".join([reason, *failed[-1:]]))
                 splits[split] = writer.finish()
         manifest = {
             "format": {name: getattr(keys, name) for name in ("format", "size", "quality")},
@@ -200,8 +203,7 @@ class _Writer:
 
     def finish(self) -> dict[str, Any]:
         """Write the index of the split; returns its entry in the manifest."""
-        if self.tar is None:
-            raise ValueError(f"none of the {len(self.source)} {self.split} images can be read")
+        assert self.tar is not None
         self.tar.close()
         np.save(self.folder / f"{self.split}.index.npy", np.array(self.rows, dtype=np.int64))
         targets = np.array(self.targets).astype(np.uint8 if self.keys.multi_label else np.int64)

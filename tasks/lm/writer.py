@@ -170,7 +170,7 @@ def draw_tokens(writing: Continuation, count: int) -> Iterator[list[int]]:
 
 
 class _Row:
-    """A text after the prompt `read`, which ends at the end-of-text token or before a stop string.
+    """A text after the prompt `read`, which ends at an end-of-text token or before a stop string.
 
     `number` seeds the draws; `before` are the tokens that were written before the state was saved.
     """
@@ -178,18 +178,15 @@ class _Row:
     def __init__(self, writer: Writer, read: list[int], number: int, before: list[int], show: Show | None) -> None:
         self.read, self.number, self.before, self.show = read, number, before, show
         self.written = Written([])
-        self._end = writer.tokenizer.separator if writer.keys.end else None
-        # A stop string may have begun in the last tokens; a character has at most four tokens.
-        stops = writer.keys.stop
-        last = max(len(before) - 4 * max(map(len, stops), default=0), 0)
-        self._stream = TextStream(writer.tokenizer, [*read, *before[:last]])
-        self._stops = StopStrings(stops, "".join([self._stream.push(token) for token in before[last:]]))
+        self._ends = writer.tokenizer.ends if writer.keys.end else ()
+        self._stream = TextStream(writer.tokenizer, read)
+        self._stops = StopStrings(writer.keys.stop, "".join([self._stream.push(token) for token in before]))
 
     def push(self, token: int) -> None:
         """Add a token, unless the text has ended."""
         if self.written.reason is not None:
             return
-        if token == self._end:
+        if token in self._ends:
             self.written.reason = "end"
             return
         self.written.tokens.append(token)

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from longseq.tasks.data.labels import require_one_list
+from longseq.tasks.data.labels import no_column, require_one_list
 from longseq.tasks.report import progress_bar
 from longseq.tasks.text.store import stamp
 
@@ -324,10 +324,13 @@ def _read_table(part: Part, columns: Columns) -> Found:
     _, header = next(rows, (0, []))
     if twice := [name for name in columns.names() if header.count(name) > 1]:
         raise ValueError(f"{part.path} has several columns {twice[0]!r}")
+    missing = no_column(header, columns.names())
     for line, cells in rows:
         place = Place(part.path, line=line)
         if len(cells) != len(header):  # an unquoted delimiter in a text moves the label to another column
             yield Malformed(place, f"{len(cells)} cells under a header of {len(header)}")
+        elif missing is not None:
+            yield Malformed(place, missing)
         else:
             yield _document(dict(zip(header, cells, strict=True)), columns, place)
 

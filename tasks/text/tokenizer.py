@@ -17,8 +17,7 @@ from longseq.tokenizer_files import SEPARATORS
 
 Tokens = npt.NDArray[np.integer[Any]]
 
-_LONGEST_WAIT = 4  # tokens that may wait for the rest of their character, which has at most four bytes
-_LONGEST_CONTEXT = 32  # tokens that are decoded again with the next ones while no character is whole
+_CONTEXT = 32  # tokens of the text before that are decoded with the first new ones
 _NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -27,13 +26,15 @@ class Tokenizer(ABC):
 
     `separator` is the token that begins and ends each document. No text maps to it. `start` is the token in front of a
     text that a model continues: the separator, or the token that a model of another library was trained with. With
-    `bare_prompts` only whole documents and an empty text begin with it.
+    `bare_prompts` only whole documents and an empty text begin with it. `ends` are the tokens that end a text that a
+    model writes: the separator, and others that the model lists.
     """
 
     vocab_size: int
     separator: int
     start: int
     bare_prompts: bool = False
+    ends: tuple[int, ...]
 
     @abstractmethod
     def encode_all(self, texts: Sequence[str]) -> list[Tokens]:
@@ -63,6 +64,9 @@ class ByteTokenizer(Tokenizer):
     vocab_size = 257
     separator = start = 256
 
+    def __init__(self, ends: Iterable[int] = ()) -> None:
+        self.ends = (self.separator, *ends)
+
     def encode_all(self, texts: Sequence[str]) -> list[Tokens]:
         return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
 
@@ -70,7 +74,7 @@ class ByteTokenizer(Tokenizer):
         return bytes(token for token in tokens if token < self.separator).decode(errors="replace")
 
     def to_dict(self) -> dict[str, Any]:
-        return {"kind": "bytes"}
+        return {"kind": "bytes", **({"ends": [*others]} if (others := self.ends[1:]) else {})}
 
 
 class FileTokenizer(Tokenizer):
@@ -82,7 +86,13 @@ class FileTokenizer(Tokenizer):
     """
 
     def __init__(
-        self, text: str, separator: str | None = None, start: str | None = None, *, bare_prompts: bool = False
+        self,
+        text: str,
+        separator: str | None = None,
+        start: str | None = None,
+        *,
+        bare_prompts: bool = False,
+        ends: Iterable[int] = (),
     ) -> None:
         from tokenizers import Tokenizer as Library
 
@@ -92,7 +102,7 @@ class FileTokenizer(Tokenizer):
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.separator_name, self.separator = self._find_token([separator] if separator else SEPARATORS)
         self.start_name, self.start = self._find_token([start or self.separator_name])
-        self.bare_prompts = bare_prompts
+        self.bare_prompts, self.ends = bare_prompts, (self.separator, *ends)
 
     def _find_token(self, names: Sequence[str]) -> tuple[str, int]:
         """The first of `names` that the tokenizer has, and its number."""
@@ -113,6 +123,7 @@ class FileTokenizer(Tokenizer):
     def to_dict(self) -> dict[str, Any]:
         own: dict[str, Any] = {} if self.start == self.separator else {"start": self.start_name}
         own |= {"bare_prompts": True} if self.bare_prompts else {}
+        own |= {"ends": [*others]} if (others := self.ends[1:]) else {}
         return {"kind": "file", "separator": self.separator_name, "json": self._text, **own}
 
 
@@ -131,10 +142,10 @@ def read_tokenizer(choice: str, separator: str | None = None) -> Tokenizer:
 
 def tokenizer_from_dict(values: Mapping[str, Any]) -> Tokenizer:
     """The inverse of `Tokenizer.to_dict`."""
+    own = {key: values[key] for key in ("start", "bare_prompts", "ends") if key in values}
     if values["kind"] == "bytes":
-        return ByteTokenizer()
-    bare = bool(values.get("bare_prompts"))
-    return FileTokenizer(values["json"], values["separator"], values.get("start"), bare_prompts=bare)
+        return ByteTokenizer(**own)
+    return FileTokenizer(values["json"], values["separator"], **own)
 
 
 def trained_size(choice: str) -> int | None:
@@ -200,44 +211,34 @@ class TextInfo(Info):
 class TextStream:
     """Turns tokens into text as they come; holds back tokens until their characters are whole.
 
-    `context` are the tokens before the first one, by which some tokenizers decide on a blank between words.
+    `context` are the tokens of the text before, by which some tokenizers decide on a blank between words.
     """
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._tokens = list(context)[-_LONGEST_WAIT:]  # the context of the next text, and the tokens that wait
-        self._read = len(self._tokens)  # the length of the context
+        self._waiting: list[int] = []
+        self._context = list(context)[-_CONTEXT:]
+        # A cut inside a character makes all of Llama's byte tokens up to the next other token invalid.
+        while tokenizer.decode(self._context).startswith(_NO_CHARACTER):
+            del self._context[0]
 
     def push(self, token: int) -> str:
         """The text that a token completes, possibly none."""
-        self._tokens.append(token)
-        whole = self._tokenizer.decode(self._tokens)
-        text, waiting = whole[len(self._before(0)) :], len(self._tokens) - self._read
-        if not text:
-            return ""
-        if not text.endswith(_NO_CHARACTER):
-            return self._give(waiting)
-        if waiting < _LONGEST_WAIT:
-            return ""
-        # The first of these tokens is not part of a character. The last ones may still begin one and wait on.
-        return self._give(next(n for n in range(1, waiting + 1) if whole.startswith(self._before(n))))
+        self._waiting.append(token)
+        return "" if self._text().endswith(_NO_CHARACTER) else self.finish()
 
     def finish(self) -> str:
         """The rest of the text, with U+FFFD for bytes that form no character."""
-        return self._give(len(self._tokens) - self._read)
-
-    def _before(self, count: int) -> str:
-        """The text of the context and of the first `count` tokens that wait."""
-        return self._tokenizer.decode(self._tokens[: self._read + count])
-
-    def _give(self, count: int) -> str:
-        """The text of the first `count` tokens that wait; they become the context of the next text."""
-        before = self._before(count)
-        text = before[len(self._before(0)) :]
-        # Invalid bytes may count as one character with those before them, which stay until a character is whole.
-        forgotten = 0 if before.endswith(_NO_CHARACTER) and self._read < _LONGEST_CONTEXT else self._read
-        self._tokens, self._read = self._tokens[forgotten:], self._read + count - forgotten
+        text = self._text()
+        if text:
+            self._context, self._waiting = self._waiting, []
         return text
+
+    def _text(self) -> str:
+        """The text of the tokens that wait."""
+        before, whole = (self._tokenizer.decode(tokens) for tokens in (self._context, self._context + self._waiting))
+        # Invalid byte tokens also make the valid ones before them invalid.
+        return whole[len(before) :] if whole.startswith(before) else self._tokenizer.decode(self._waiting)
 
 
 class StopStrings:

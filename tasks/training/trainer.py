@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import EarlyStopping, ProgressBar
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.tuner import Tuner
 from omegaconf import DictConfig
 
@@ -49,9 +49,6 @@ def build_callbacks(config: DictConfig | Config, module: TrainedModule) -> list[
         if "monitor" in options:
             better = module.higher_is_better(options["monitor"], f"{place}.monitor")
             options = {**options, "mode": "max" if better else "min"}
-            if targets.find(options, targets.CALLBACKS, place) is EarlyStopping:
-                # Not every epoch has a validation.
-                options = {"check_on_train_epoch_end": False, **options}
         callbacks.append(targets.build(options, targets.CALLBACKS, place))
     if config["trainer"].get("enable_progress_bar") is False:
         callbacks = [callback for callback in callbacks if not isinstance(callback, ProgressBar)]

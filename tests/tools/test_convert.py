@@ -19,6 +19,7 @@ from torch import Tensor
 import longseq
 import longseq.tools.hugging_face.causal_lm  # noqa: F401  enters the classes in the tables of transformers
 from longseq.backbones.tokens import TokenBackbone
+from longseq.tasks.text.tokenizer import tokenizer_from_dict, train_tokenizer
 from longseq.tokenizer_files import BYTES
 from longseq.tools.cli import main
 from longseq.tools.hugging_face.conversion import change_mixer, read_model, write_family
@@ -71,12 +72,16 @@ PEERS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def convert(monkeypatch: pytest.MonkeyPatch, **keys: Any) -> int:
-    monkeypatch.setattr("sys.argv", ["longseq", "convert", *(f"{key}={value}" for key, value in keys.items())])
+def call(monkeypatch: pytest.MonkeyPatch, command: str, **keys: Any) -> int:
+    monkeypatch.setattr("sys.argv", ["longseq", command, *(f"{key}={value}" for key, value in keys.items())])
     try:
         return main()
     except SystemExit as leaving:
         return int(leaving.code or 0)
+
+
+def convert(monkeypatch: pytest.MonkeyPatch, **keys: Any) -> int:
+    return call(monkeypatch, "convert", **keys)
 
 
 def save_peer(family: str, folder: Path, options: dict[str, Any], **saving: Any) -> Any:
@@ -380,6 +385,34 @@ def test_models_that_do_not_become_another_are_refused(llama: Path, tmp_path: Pa
         write_family(read_model(tmp_path / "biased"), FAMILIES["llama"], out)
     with pytest.raises(ValueError, match=r"no place for blocks\.0\.mixer\.in_proj\.bias"):
         change_mixer(read_model(tmp_path / "biased"), "gsa", {})
+
+
+def test_every_end_token_of_a_model_ends_its_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chat model ends a text by the separator or by the end of a turn, as generation_config.json lists them."""
+    values = train_tokenizer(["so it was, and so it is"] * 3, 270).to_dict()
+    peer = save_peer("Llama", tmp_path / "source", {"vocab_size": 270, "eos_token_id": 256})
+    (tmp_path / "source" / "tokenizer.json").write_text(values["json"])
+    prompt = tokenizer_from_dict(values).encode("so").tolist()
+
+    def write(ends: list[int]) -> list[int]:
+        whole = peer.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False, eos_token_id=ends)
+        return whole[0, len(prompt) :].tolist()
+
+    end = write([269])[8]
+    wanted = write([269, end])
+    assert wanted[-1] == end
+    peer.generation_config.eos_token_id = [269, end]
+    peer.generation_config.save_pretrained(tmp_path / "source")
+    assert convert(monkeypatch, source=tmp_path / "source", output=tmp_path / "ours") == 0
+    longseq.from_pretrained(tmp_path / "ours").save_pretrained(tmp_path / "saved")
+    keys = {"prompt": "so", "temperature": 0, "max_new_tokens": 20, "device": "cpu", "output": tmp_path / "text.jsonl"}
+    for name in ("ours", "saved"):
+        for at_end, expected in (("true", (len(wanted) - 1, "end")), ("false", (20, "length"))):
+            assert call(monkeypatch, "generate", checkpoint=tmp_path / name, end=at_end, **keys) == 0
+            written = json.loads((tmp_path / "text.jsonl").read_text())
+            assert (written["tokens"], written["reason"]) == expected
+    config = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
+    assert end in config["eos_token_id"]
 
 
 def test_a_tokenizer_and_its_window_come_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,8 +25,6 @@ from longseq.tools.export.parity import Comparison, latency_ms
 from longseq.tools.export.report import ExportReport
 from longseq.tools.export.spec import FileSpec
 
-__all__ = ["TRACED_BATCH", "float_copy", "no_rows", "probabilities", "readable", "tokens_of", "write_checked"]
-
 # An axis of size 1 would be traced as a constant.
 TRACED_BATCH = 2
 

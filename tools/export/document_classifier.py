@@ -23,8 +23,6 @@ from longseq.tools.export.parity import compare, expect, probe_tokens
 from longseq.tools.export.report import ExportReport
 from longseq.tools.export.spec import FileSpec
 
-__all__ = ["DocumentClassifierFile", "export_document_classifier"]
-
 # Tokens of the batch that is traced, and of the compared ones: one token, less than a chunk of 64 tokens, in which
 # recurrences are computed, a whole chunk, and more than what was traced.
 TRACED_TOKENS = 70

@@ -12,8 +12,6 @@ from torch import nn
 from longseq.tools.export import onnx_file, pt2_file, torchscript_file
 from longseq.tools.export.spec import FileSpec
 
-__all__ = ["FORMATS", "SUFFIXES", "FileFormat", "register_format"]
-
 
 class FileFormat(Protocol):
     """A file format: a module, or any object, with these two functions.

@@ -9,8 +9,6 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map, tree_structure, tree_unflatten
 
-__all__ = ["arrange", "capture"]
-
 
 def capture(
     module: nn.Module, example: tuple[Any, ...], axes: Sequence[Mapping[int, str]]

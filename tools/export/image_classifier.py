@@ -24,8 +24,6 @@ from longseq.tools.export.parity import compare, expect, probe_images
 from longseq.tools.export.report import ExportReport
 from longseq.tools.export.spec import FileSpec
 
-__all__ = ["ImageClassifierFile", "export_image_classifier"]
-
 # The axes of images that a file may leave open.
 AXES = {0: "batch", 2: "height", 3: "width"}
 

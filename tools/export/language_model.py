@@ -28,8 +28,6 @@ from longseq.tools.export.report import ExportReport
 from longseq.tools.export.spec import FileSpec
 from longseq.tools.export.states import StateSpec, state_spec
 
-__all__ = ["LanguageModelFile", "export_language_model"]
-
 # Tokens of a compared sequence: more than one of the chunks of 64 tokens in which recurrences are computed. A file of
 # open length reads them in pieces: the third is longer than what was traced, and that is longer than a chunk.
 STEPPED_TOKENS = 75

@@ -17,17 +17,6 @@ from longseq.timm_models import model_name, stated_data
 from longseq.tokenizer_files import as_read, find_start
 from longseq.tools.export.states import StateSpec
 
-__all__ = [
-    "EXTRA_FILE",
-    "PREPROCESSING",
-    "check_class_names",
-    "check_vocabulary",
-    "classifier_metadata",
-    "document_metadata",
-    "encode",
-    "language_metadata",
-]
-
 # The name under which TorchScript and pt2 archives keep the JSON; ONNX files hold one metadata property per key.
 EXTRA_FILE = "longseq.json"
 
@@ -93,6 +82,8 @@ def language_metadata(
         tokenizer = metadata["tokenizer"]
         start = find_start(tokenizer) if "start" in tokenizer else metadata.get("separator")
         metadata["start"] = None if tokenizer.get("bare_prompts") else start
+        ends = (metadata.get("separator"), *tokenizer.get("ends", ()))
+        metadata["ends"] = [token for token in ends if token is not None]
     metadata["vocab_size"] = model.vocab_size
     if limit is not None:
         metadata["max_length"] = limit

@@ -15,8 +15,6 @@ from longseq.tools.export.graph import arrange, capture
 from longseq.tools.export.metadata import encode
 from longseq.tools.export.spec import FileSpec
 
-__all__ = ["open_file", "optimize", "write"]
-
 # Bytes of weights in the file: a protobuf message has at most 2 GiB, with the graph.
 LARGEST_WEIGHTS = 2**31 - 64 * 2**20
 

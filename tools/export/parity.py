@@ -13,8 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["Comparison", "Expected", "compare", "expect", "latency_ms", "probe_images", "probe_tokens"]
-
 
 @dataclass(frozen=True)
 class Comparison:

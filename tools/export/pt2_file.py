@@ -18,8 +18,6 @@ from longseq.tools.export.graph import capture
 from longseq.tools.export.metadata import EXTRA_FILE
 from longseq.tools.export.spec import FileSpec
 
-__all__ = ["open_file", "write"]
-
 
 def write(module: nn.Module, example: tuple[Any, ...], path: Path, spec: FileSpec) -> None:
     """Write `module` to `path`; the metadata is the JSON of the extra file `longseq.json`."""

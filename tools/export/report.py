@@ -13,8 +13,6 @@ from rich.text import Text
 
 from longseq.tools.export.parity import Comparison
 
-__all__ = ["ExportReport"]
-
 
 @dataclass(frozen=True)
 class ExportReport:

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["FileSpec"]
-
 
 @dataclass(frozen=True)
 class FileSpec:

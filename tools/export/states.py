@@ -12,8 +12,6 @@ from torch import Tensor
 from longseq.backbones.tokens import TokenBackbone
 from longseq.state import state_tensors
 
-__all__ = ["StateSpec", "state_spec"]
-
 
 @dataclass(frozen=True)
 class StateSpec:

@@ -13,8 +13,6 @@ from torch import nn
 from longseq.tools.export.metadata import EXTRA_FILE
 from longseq.tools.export.spec import FileSpec
 
-__all__ = ["open_file", "write"]
-
 
 def write(module: nn.Module, example: tuple[Any, ...], path: Path, spec: FileSpec) -> None:
     """Write `module` to `path`; the metadata is the JSON of the extra file `longseq.json`."""

@@ -1,7 +1,8 @@
-"""The orderly end of a run on SIGTERM, SIGHUP, SIGUSR1 or Ctrl-C."""
+"""The orderly end of a run on SIGTERM, SIGHUP, SIGUSR1 or Ctrl-C, and by early stopping."""
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -13,9 +14,13 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping
-from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason
+from lightning.pytorch.callbacks import early_stopping
+from lightning.pytorch.callbacks.early_stopping import EarlyStoppingReason as Reason
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from longseq.tasks.training import targets
+
+_log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -64,17 +69,45 @@ def stoppable(trainer: Trainer) -> Iterator[None]:
             signal.signal(number, usual)
 
 
+@targets.register("callback")
+class EarlyStopping(early_stopping.EarlyStopping):
+    """Lightning's callback after each validation, which decides nothing before `trainer.min_epochs` and `min_steps`."""
+
+    def __init__(self, monitor: str, **options: Any) -> None:
+        super().__init__(monitor, check_on_train_epoch_end=False, **options)  # not every epoch has a validation
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.stopping_reason != Reason.NOT_STOPPED and _reached_minimum(trainer):
+            trainer.should_stop = True  # the run was interrupted before the test
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        stopped = trainer.should_stop
+        super().on_validation_end(trainer, pl_module)
+        if not _reached_minimum(trainer):
+            trainer.should_stop = stopped
+            self.stopping_reason, self.stopping_reason_message, self.stopped_epoch = Reason.NOT_STOPPED, None, 0
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.stopping_reason_message is not None and trainer.is_global_zero:
+            reason = self.stopping_reason_message.removesuffix(" Signaling Trainer to stop.")
+            line = f"early stopping in epoch {self.stopped_epoch + 1}: {reason}"
+            _log.info(line)
+            print(line, flush=True)
+
+
+def _reached_minimum(trainer: Trainer) -> bool:
+    epochs = trainer.current_epoch + trainer.is_last_batch
+    return epochs >= (trainer.min_epochs or 0) and trainer.global_step >= (trainer.min_steps or 0)
+
+
 class StopTogether(Callback):
     """Makes all processes of a run stop at the same batch when SIGTERM reaches any of them.
 
     SLURM's SIGUSR1 before the end of a job's time does the same. Lightning 2.6 calls a collective operation in its
     signal handler, which can hang, and its agreement before each batch waits for the GPU. Here the handler only records
-    the signal. The processes agree before each training batch, before each validation, and before every tenth batch of
-    an evaluation (except streams, where processes have different numbers of batches). A single process stops as in
-    Lightning, and before a validation.
-
-    In training they stop one batch late, because an answer is read only after the next question is asked: a process can
-    launch a batch while its GPU still works on the one before.
+    the signal. The processes agree before each training batch (and stop one batch later, which keeps the GPU busy),
+    before each validation, and before every tenth batch of an evaluation, except streams, where processes have
+    different numbers of batches. A single process stops as in Lightning, and before a validation.
     """
 
     def __init__(self) -> None:
@@ -88,18 +121,13 @@ class StopTogether(Callback):
             trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = partial(self._agree_late, trainer)  # type: ignore[method-assign]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.on_test_start(trainer, pl_module)
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, EarlyStopping) and callback.stopping_reason != EarlyStoppingReason.NOT_STOPPED:
-                # It had ended the run, which was interrupted before the test; min_epochs may have kept the run going.
-                trainer.should_stop = trainer.should_stop or trainer.current_epoch <= callback.stopped_epoch + 1
-
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Replace Lightning's signal handlers, which it restores after the stage."""
         if trainer.world_size > 1 and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._record)
             if signal.getsignal(signal.SIGUSR1) != signal.SIG_DFL:  # of a SLURM job
                 signal.signal(signal.SIGUSR1, self._record)
+
+    on_test_start = on_train_start
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.world_size > 1:

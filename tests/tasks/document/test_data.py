@@ -212,6 +212,10 @@ def test_bad_lines_are_left_out_or_an_error(tmp_path: Path) -> None:
     assert sum(open_data(tmp_path, root=str(path)).info.sizes.values()) == 30  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="4 documents cannot be read"):
         open_data(tmp_path, root=str(path), on_bad_line="stop")
+    path = tmp_path / "a.csv"
+    path.write_text("text, label\nabout, fish\n")
+    with pytest.raises(ValueError, match="line 2: no column 'label'; it has 'text', ' label'"):
+        open_data(tmp_path, root=str(path), on_bad_line="stop")
 
 
 @pytest.mark.parametrize("packing", ["packed", "padded"])

@@ -128,7 +128,7 @@ def test_a_validation_folder_may_lack_a_class_but_not_add_one(folder):
     check_classes(open_data("folder", folder))
     (folder / "val" / "fox").mkdir()
     (folder / "val" / "fox" / "0.png").write_bytes(png(0))
-    with pytest.raises(ValueError, match="has not: fox"):
+    with pytest.raises(ValueError, match="has not: 'fox'"):
         open_data("folder", folder)
 
 
@@ -256,7 +256,7 @@ def test_splits_that_number_a_class_otherwise_are_refused(folder):
     shutil.rmtree(folder / "val" / CLASSES[2])
     check_classes(open_data("torch/image_folder", folder))  # the last class may be missing
     shutil.move(folder / "val" / CLASSES[0], folder / "val" / CLASSES[2])
-    with pytest.raises(ValueError, match=f"validation has the classes {CLASSES[1]}, {CLASSES[2]}, and training"):
+    with pytest.raises(ValueError, match=f"validation has the classes {CLASSES[1]!r}, {CLASSES[2]!r}, and training"):
         open_data("torch/image_folder", folder)
     assert open_data("folder", folder).info.class_names == list(CLASSES)  # goes by names
 

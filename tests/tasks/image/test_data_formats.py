@@ -259,7 +259,7 @@ def test_a_model_measures_a_table_with_other_labels_by_their_numbers(tmp_path):
         changes = {"source": "csv", "root": str(table)} | changes
         return ImageDataModule.for_evaluation(run, changes, split="test", trained=trained, batch_size=4)
 
-    with pytest.raises(ValueError, match="label 0 is not among"):
+    with pytest.raises(ValueError, match="label '0' is not among"):
         measure()
     for numbers in ({0: 0, 1: 1}, {"0": 0, "1": 1}):
         module = measure(class_map=numbers)
@@ -267,7 +267,7 @@ def test_a_model_measures_a_table_with_other_labels_by_their_numbers(tmp_path):
         assert module.splits.test.source.targets().tolist() == [
             trained.class_names.index(one.parent.name) for one in paths
         ]
-    with pytest.raises(ValueError, match="label 1 is not among"):
+    with pytest.raises(ValueError, match="label '1' is not among"):
         measure(class_map={0: 0})
     for numbers in ({0: 0, 1: 0}, {0: 0, 1: 2}):
         with pytest.raises(ValueError, match="must give each label one number from 0 to 1"):

@@ -376,15 +376,15 @@ def test_several_labels_from_a_table_train_and_export(tiny, compose_config, tmp_
 
 
 TABLES = {
-    "file_name,tag\na.png,x\n": "has no column label, but file_name, tag",
-    "name,label\na.png,x\n": "has no column file_name, but name, label",
-    "file_name,label\na.png,x\na.png,y\n": "line 3: a.png is in line 2 already",
+    "file_name,tag\na.png,x\n": "has no column 'label'; it has 'file_name', 'tag'",
+    "file_name, label\na.png,x\n": "has no column 'label'; it has 'file_name', ' label'",
+    "file_name,label\na.png,x\na.png,y\n": "line 3: 'a.png' is in line 2 already",
     "file_name,label\na.png,x\nb.png,x,y\n": "line 3: too many cells",
     "file_name,label,label\na.png,x,y\n": "has two columns of one name",
-    "file_name,label\na.png,x\n./a.png,y\n": "line 3: ./a.png is in line 2 already",
+    "file_name,label\na.png,x\n./a.png,y\n": "line 3: './a.png' is in line 2 already",
     "file_name,label\na.png,x\n,y\n": "line 3: no file",
     "file_name,label\na.png,x\nb.png,\n": "line 3: no label in column 'label'",
-    "file_name;label\na.png;x\n": "has no column file_name, but file_name;label",
+    "file_name;label\na.png;x\n": "has no column 'file_name'; it has 'file_name;label'",
     "file_name,label\na.png,x\n": "leaves a split empty",
 }
 

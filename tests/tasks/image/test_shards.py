@@ -119,6 +119,13 @@ def test_images_are_scaled_down_and_never_up(tmp_path: Path) -> None:
     assert source.read(1)[0].size == (20, 10)
 
 
+def test_paths_with_backslashes_are_named_where_no_image_can_be_read(tmp_path: Path) -> None:
+    draw(tmp_path / "a/1.png", 1)
+    (tmp_path / "table.csv").write_text("file_name,label\na\\1.png,dark\n")
+    with pytest.raises(ValueError, match=r"No such file.*a\\\\1\.png'"):
+        pack(tmp_path / "table.csv", tmp_path / "shards")
+
+
 def test_colours_keep_their_resolution_where_quality_is_asked_for(tmp_path: Path) -> None:
     draw(tmp_path / "a.png", 1, (64, 48))
     exact = np.asarray(Image.open(tmp_path / "a.png"), dtype=float)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 import torch
+from tokenizers import Tokenizer as Library
+from tokenizers import decoders, models, normalizers
 
 from longseq import mixers
 from longseq.backbones.tokens import TokenBackbone
 from longseq.tasks import generate
 from longseq.tasks.commands import Generate
 from longseq.tasks.lm.writer import Writer
-from longseq.tasks.text.tokenizer import ByteTokenizer, StopStrings, TextStream
+from longseq.tasks.text.tokenizer import ByteTokenizer, FileTokenizer, StopStrings, TextStream
 
 PROMPTS = ["a", "some text", "", "état", "a longer prompt than the others"]
 KEYS = {
@@ -135,6 +139,25 @@ def test_a_stop_string_is_found_across_tokens_and_what_may_begin_one_is_held_bac
 def test_text_that_comes_token_by_token_is_that_of_all_tokens(text):
     stream = TextStream(ByteTokenizer())
     assert "".join(stream.push(token) for token in text) + stream.finish() == text.decode(errors="replace")
+
+
+def test_text_after_a_prompt_of_byte_tokens_has_whole_characters():
+    """Llama 2 and Mistral spell characters outside their vocabulary as bytes: <0xE6> <0xBC> <0xA2> is 漢."""
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b"]
+    numbers = {name: number for number, name in enumerate(names)}
+    library = Library(models.BPE(numbers, [], unk_token="<unk>", byte_fallback=True))
+    library.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    library.decoder = decoders.Sequence(parts)
+    tokenizer = FileTokenizer(library.to_str(), "</s>", "<s>")
+    random = Random(0)
+    for _ in range(200):
+        prompt, text = ("".join(random.choices("漢字é😀ab ", k=random.randint(1, 40))) for _ in range(2))
+        read = tokenizer.encode_prompt(prompt)
+        stream = TextStream(tokenizer, read)
+        shown = [stream.push(token) for token in tokenizer.encode_prompt(prompt + text)[len(read) :]]
+        assert "".join(shown) == text
+    assert stream.push(numbers["<0xE6>"]) + stream.push(numbers["a"]) == "�a"
 
 
 @pytest.mark.slow
