@@ -135,7 +135,7 @@ class DeltaMixer(Mixer[DeltaState]):
             inputs, convolution = self.convolution.step(inputs, required(convolution))
         q, k, v, beta = self._features(inputs, logits)
         scale, g = self.key_dim**-0.5, self._log_decay(rate)
-        o, memory = delta_rule_step(q, k, v, self._scale(beta), memory, g=g, scale=scale, backend=self.step_backend)
+        o, memory = delta_rule_step(q, k, v, memory, self._scale(beta), g=g, scale=scale, backend=self.step_backend)
         return self._gate(self.norm(o).flatten(-2), gate), DeltaState(convolution, memory)
 
     def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> DeltaState:
