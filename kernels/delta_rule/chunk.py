@@ -233,8 +233,8 @@ def _forward(
 
 
 def _read_out(parts: _Parts, states: Tensor, written: Tensor) -> Tensor:
-    output = parts.query @ states + parts.attention @ written
-    return output if parts.read is None else output + parts.read
+    output, read = parts.query @ states + parts.attention @ written, parts.read
+    return output if read is None else output + read
 
 
 def _gate_rows(g: Tensor | None) -> Tensor | None:
@@ -245,24 +245,27 @@ def _gate_rows(g: Tensor | None) -> Tensor | None:
 def _make_parts(
     inputs: _Inputs, scale: float, before: bool, dtype: torch.dtype, chunks: int, chunk_size: int
 ) -> _Parts:
-    query = split_chunks(inputs.q, dtype, chunks, chunk_size)
+    q, k, v, beta, write_key, value_key, g = inputs  # TorchScript narrows the types of variables only
+    query = split_chunks(q, dtype, chunks, chunk_size)
     query = query if scale == 1.0 else query * scale
-    key, value = split_chunks(inputs.k, dtype, chunks, chunk_size), split_chunks(inputs.v, dtype, chunks, chunk_size)
-    write = key if inputs.write_key is None else split_chunks(inputs.write_key, dtype, chunks, chunk_size)
-    if inputs.beta is not None:
-        write = write * split_chunks(inputs.beta.unsqueeze(-1), dtype, chunks, chunk_size)
-    rows = _gate_rows(inputs.g)
+    key, value = split_chunks(k, dtype, chunks, chunk_size), split_chunks(v, dtype, chunks, chunk_size)
+    write = key if write_key is None else split_chunks(write_key, dtype, chunks, chunk_size)
+    if beta is not None:
+        write = write * split_chunks(beta.unsqueeze(-1), dtype, chunks, chunk_size)
+    rows = _gate_rows(g)
     gate = None if rows is None else split_chunks(rows, dtype, chunks, chunk_size)
     between = None if gate is None or gate.shape[-1] > 1 else decay_matrix(gate)
     since, since_read, until, whole = _decays(gate, before)
     inverse = unit_lower_inverse(_strict_pairs(key, write, gate, between, before).flatten(0, 1))
     inverse = inverse.reshape(key.shape[0], key.shape[1], key.shape[2], key.shape[2])
-    offered, read, added = inverse @ value, None, None
-    if inputs.value_key is not None:
-        value_key = split_chunks(inputs.value_key, dtype, chunks, chunk_size)
-        offered = -(inverse @ (_strict_pairs(key, value_key, gate, between, before) @ value))
-        read = _pairs(query, value_key, gate, between) @ value
-        added = times(value_key, until).transpose(-1, -2) @ value
+    offered = inverse @ value
+    read: Tensor | None = None
+    added: Tensor | None = None
+    if value_key is not None:
+        own = split_chunks(value_key, dtype, chunks, chunk_size)
+        offered = -(inverse @ (_strict_pairs(key, own, gate, between, before) @ value))
+        read = _pairs(query, own, gate, between) @ value
+        added = times(own, until).transpose(-1, -2) @ value
     attention = _pairs(query, write, gate, between)
     erased = inverse @ times(key, since_read)
     return _Parts(times(query, since), attention, inverse, offered, erased, times(write, until), whole, read, added)
@@ -315,13 +318,14 @@ def _state_pass(state: Tensor, parts: _Parts) -> tuple[Tensor, Tensor, Tensor]:
     """The loop over chunks: states before each chunk [n, M, K, V], U [n, M, C, V], final state [M, K, V]."""
     states: list[Tensor] = []
     written: list[Tensor] = []
+    whole, added = parts.whole, parts.added
     for i in range(parts.offered.shape[0]):
         states.append(state)
         written.append(torch.baddbmm(parts.offered[i], parts.erased[i], state, alpha=-1.0))
-        if parts.whole is not None:
-            state = state * parts.whole[i]
-        if parts.added is not None:
-            state = state + parts.added[i]
+        if whole is not None:
+            state = state * whole[i]
+        if added is not None:
+            state = state + added[i]
         state = torch.baddbmm(state, parts.write[i].transpose(-1, -2), written[i])
     return torch.stack(states), torch.stack(written), state
 
