@@ -15,6 +15,7 @@ from longseq.mixers import (  # noqa: F401 - importing a module registers its mi
     gsa,
     hgrn2,
     hyena,
+    kda,
     lattice,
     linear_attention,
     longhorn,

@@ -38,6 +38,7 @@ class GatedDeltaNet(DeltaMixer):
         expand_v: channels of a head's values relative to those of its keys.
         convolution_width, feature_map, key_norm: as in `DeltaNet`.
         output_gate: multiply by SiLU(W_g x); without it the layer has no W_g (an ablation of the paper).
+        negative_eigenvalues: as in `DeltaNet`.
         dt_min, dt_max: range of the initial step sizes softplus(dt_bias).
 
     Source: Gated Delta Networks: Improving Mamba2 with Delta Rule (Yang, Kautz and Hatamizadeh, 2024), equation 10 and
@@ -60,6 +61,7 @@ class GatedDeltaNet(DeltaMixer):
         feature_map: str = "silu",
         key_norm: str = "l2",
         output_gate: bool = True,
+        negative_eigenvalues: bool = False,
         dt_min: float = 0.001,
         dt_max: float = 0.1,
         norm_eps: float = 1e-5,
@@ -74,6 +76,7 @@ class GatedDeltaNet(DeltaMixer):
         self.num_value_heads = self.num_heads if num_value_heads is None else num_value_heads
         self.value_width = self.num_value_heads * self.value_dim
         self.output_gate = output_gate
+        self.negative_eigenvalues = negative_eigenvalues
         self.dt_min = dt_min
         self.dt_max = dt_max
         self.mixed_width = 2 * self.key_width + self.value_width

@@ -24,7 +24,12 @@ IN_OTHERS = [
 # Slot attention is two linear attentions, whose ONNX graphs are tested.
 CONTAINED = [("slot_attention", "write")]
 # The graph of a chunk has parts for each of its halves: chunks are small where others here have the default size.
-SMALL_CHUNKS = [*FIXED, ("delta_rule", "gated"), ("delta_rule", "channel_added_before"), ("variational_linear_attention", "plain")]
+SMALL_CHUNKS = [
+    *FIXED,
+    ("delta_rule", "gated"),
+    ("delta_rule", "channel_added_before"),
+    ("variational_linear_attention", "plain"),
+]
 SIZES = [(1, 1), (3, 64), (2, 70), (1, 129)]
 
 

@@ -101,8 +101,39 @@ def gated_deltanet(p: Weights, x: Tensor, o: Options) -> Tensor:
     S, y = zeros(H, keys // H, values // H), []
     for t in range(TOKENS):
         S = decay[t, :, None, None] * S
-        S = S + outer(sigmoid(beta[t]).unsqueeze(-1) * k[t], v[t] - read(S, k[t]))
+        strength = (2 if o.get("negative_eigenvalues") else 1) * sigmoid(beta[t]).unsqueeze(-1)
+        S = S + outer(strength * k[t], v[t] - read(S, k[t]))
         y.append(normed(p, read(S, q[t]) / math.sqrt(keys // H), o).flatten() * (silu(gate[t]) if gated else 1))
+    return torch.stack(y)
+
+
+def kda(p: Weights, x: Tensor, o: Options) -> Tensor:
+    return channel_gated_delta_rule(p, x, o, strengths=1)
+
+
+def gdn2(p: Weights, x: Tensor, o: Options) -> Tensor:
+    return channel_gated_delta_rule(p, x, o, strengths=2)
+
+
+def channel_gated_delta_rule(p: Weights, x: Tensor, o: Options, strengths: int) -> Tensor:
+    H = o.get("num_heads", 1)
+    K, most = D_MODEL // H, 2 if o.get("negative_eigenvalues") else 1
+    V = int(o.get("expand_v", 1) * K)
+    widths = [H] if strengths == 1 else [H * K, H * V]
+    full = o.get("output_gate") == "full"
+    mixed, *logits, low, gate = cut(project(p, "in_proj", x), 2 * D_MODEL + H * V, *widths, V, H * V if full else V)
+    q, k, v = delta_features(p, mixed, H, D_MODEL, o)
+    erase, write = (most * sigmoid(logits[0]), sigmoid(logits[-1]) * (most if strengths == 1 else 1))
+    erase, write = erase.view(TOKENS, H, -1), write.view(TOKENS, H, -1)
+    z, slope = (project(p, "decay_proj", low) + p["dt_bias"]).view(TOKENS, H, K), p["A_log"].exp().unsqueeze(-1)
+    bound = o.get("gate_bound")
+    decay = (-slope * softplus(z) if bound is None else bound * sigmoid(slope * z)).exp()
+    gate = sigmoid(gate if full else project(p, "gate_proj", gate) + p["gate_proj.bias"])
+    S, y = zeros(H, K, V), []
+    for t in range(TOKENS):
+        S = decay[t].unsqueeze(-1) * S
+        S = S + outer(k[t], write[t] * v[t] - read(S, erase[t] * k[t]))
+        y.append(normed(p, read(S, q[t]) / math.sqrt(K), o).flatten() * gate[t])
     return torch.stack(y)
 
 
@@ -415,11 +446,14 @@ CASES: dict[Layer, list[Options]] = {
     abc: [{}, *SLOTS, {"num_slots": 3, "renormalize": False}],
     deltanet: [{}, *ONE_KEY, {"num_heads": 2}, {"negative_eigenvalues": True}, {"norm_eps": 1.0}],
     gated_deltanet: [{}, *ONE_KEY, {"num_heads": 2}, {"expand_k": 0.5, "expand_v": 1.0}, {"output_gate": False},
-                     {"norm_eps": 1.0}],
+                     {"norm_eps": 1.0}, {"negative_eigenvalues": True}],
+    gdn2: [{}, {"num_heads": 2, "expand_v": 2.0}, {"gate_bound": -5.0, "negative_eigenvalues": True}],
     gla: [{}, {"num_heads": 2, "expand_k": 1.0, "expand_v": 2.0}, {"gate_rank": 3, "gate_temperature": 1.0},
           {"norm_eps": 1.0}, {"feature_map": "relu", "output_gate": False}],
     gsa: [{}, *SLOTS, {"num_slots": 3, "data_dependent_gate": False}, {"num_slots": 3, "gate_temperature": 2.0}],
     hgrn2: [{}, {"num_heads": 2, "lower_bound": 0.3}, {"norm_eps": 1.0}],
+    kda: [{}, {"num_heads": 2, "expand_v": 2.0}, {"gate_bound": -5.0, "output_gate": "full"},
+          {"negative_eigenvalues": True, "convolution_width": 0}],
     lattice: [{}, {"num_heads": 2, "num_slots": 3}, {"objective": "encode"}, {"objective": "similarity"},
               {"forget_gate": False}, {"normalize": False}, {"normalize": False, "objective": "encode"},
               {"normalize": False, "objective": "similarity"}, {"normalize_key": True}, {"sparsity": 0.1},
