@@ -9,6 +9,8 @@ from longseq.mixers import (  # noqa: F401 - importing a module registers its mi
     attention,
     baseconv,
     based,
+    comba,
+    delta_product,
     deltanet,
     gated_deltanet,
     gla,

@@ -17,7 +17,7 @@ from longseq.blocks.precision import at_least_float32
 from longseq.kernels import delta_rule, delta_rule_step, head_features
 from longseq.kernels.head_features import check_features
 from longseq.kernels.packing import Packing
-from longseq.kernels.reading import Reverse
+from longseq.kernels.reading import Reverse, halves
 from longseq.mixers.base import Device, Mixer, memory_dtype, required
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.measures import mean_norm, saturation, token_mean
@@ -48,9 +48,12 @@ class DeltaMixer(Mixer[DeltaState]):
         num_value_heads, value_dim: heads of values, and V.
         mixed_width: C, the channels that the convolution reads.
         negative_eigenvalues: β in (0, 2).
+        steps: the number of writes of a token.
+        fused_features: q, k, v and β are those of `convolved_features`; False: `_features` makes others.
     """
 
     operations: ClassVar[tuple[str, ...]] = ("convolved_features", "delta_rule")
+    fused_features: ClassVar[bool] = True
     reads_backwards: ClassVar[bool] = True
     reads_pairs: ClassVar[bool] = True
     revision = 2  # the first had no 1/√K
@@ -63,6 +66,7 @@ class DeltaMixer(Mixer[DeltaState]):
     convolution: ShortConvolution | None
     norm: RMSNorm
     negative_eigenvalues: bool = False
+    steps: int = 1
 
     def __init__(self, d_model: int, *, feature_map: str, key_norm: str, backend: str) -> None:
         super().__init__(d_model, backend=backend)
@@ -87,7 +91,7 @@ class DeltaMixer(Mixer[DeltaState]):
         mixed, rate, gate = self._split(projected)
         options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "mask": mask, "reverse": reverse}
         options["output_final_state"] = output_final_state
-        if self.convolution is not None and is_replaceable(self.convolution, ShortConvolution):
+        if self.fused_features and self.convolution is not None and is_replaceable(self.convolution, ShortConvolution):
             features, convolution = self.convolution.features(mixed, convolution, **options, **self._options)
             features = self._share(features, self._split_logits(mixed)[1])
         else:
@@ -95,24 +99,29 @@ class DeltaMixer(Mixer[DeltaState]):
             if self.convolution is not None:
                 inputs, convolution = self.convolution(inputs, convolution, **options)
             features = self._features(inputs, logits)
-        call = self._write(features, rate)
-        o, memory = self._recur(call, self._log_decay(rate), memory, cu_seqlens, mask, reverse, output_final_state)
+        g = self._log_decay(rate)
+        call = self._write(features, rate, g)
+        o, memory = self._recur(call, g, memory, cu_seqlens, mask, reverse, output_final_state)
         return self._read_out(o, gate), DeltaState(convolution, required(memory)) if output_final_state else None
 
     def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         mixed, rate, gate = self._split(projected)
-        if self.convolution is None:
-            inputs, logits = self._split_logits(mixed)
-            features = self._features(repeat_rows(inputs), logits)
-        else:
+        inputs, logits = self._split_logits(mixed)
+        if self.fused_features and self.convolution is not None:
             features = self.convolution.features_pair(required(backward.convolution), mixed, mask=mask, **self._options)
-            features = self._share(features, self._split_logits(mixed)[1])
-        call = self._write(features, rate)
-        o, _ = self._recur(call, self._log_decay_pair(backward, rate), None, None, repeat_rows(mask), "second_half")
+            features = self._share(features, logits)
+        else:
+            ahead = behind = inputs
+            if self.convolution is not None:
+                ahead, behind = halves(self.convolution.convolve_pair(required(backward.convolution), inputs, mask))
+            both = zip(self._features(ahead, logits), backward._features(behind, logits), strict=True)
+            features = tuple(map(torch.cat, both))
+        g = self._log_decay_pair(backward, rate)
+        o, _ = self._recur(self._write(features, rate, g), g, None, None, repeat_rows(mask), "second_half")
         return self._read_out_pair(backward, o, gate)
 
     def _recur(
-        self, call: dict[str, Tensor], g: Tensor | None, memory: Tensor | None,
+        self, call: dict[str, Any], g: Tensor | None, memory: Tensor | None,
         cu_seqlens: Tensor | Packing | None, mask: Tensor | None, reverse: Reverse, keep: bool = False,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Run the recurrence over the arguments of `_write`; returns the outputs `[B, T, H, V]` and the last memory."""
@@ -131,9 +140,8 @@ class DeltaMixer(Mixer[DeltaState]):
         inputs, logits = self._split_logits(mixed)
         if self.convolution is not None:
             inputs, convolution = self.convolution.step(inputs, required(convolution))
-        call = self._write(self._features(inputs, logits), rate)
-        options: dict[str, Any] = {"scale": self.key_dim**-0.5, "backend": self.step_backend}
-        o, memory = delta_rule_step(**call, state=memory, g=self._log_decay(rate), **options)
+        g = self._log_decay(rate)
+        o, memory = self._recur_step(self._write(self._features(inputs, logits), rate, g), g, memory)
         return self._read_out(o, gate), DeltaState(convolution, memory)
 
     def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> DeltaState:
@@ -148,7 +156,7 @@ class DeltaMixer(Mixer[DeltaState]):
 
     def _split_logits(self, mixed: Tensor) -> tuple[Tensor, Tensor]:
         """The inputs of the convolution `[..., C]`, and W_β x `[..., H]`."""
-        widths = [self.mixed_width, self.num_value_heads]
+        widths = [self.mixed_width, self.num_value_heads * self.steps]
         inputs, logits, _ = mixed.split([*widths, mixed.shape[-1] - sum(widths)], dim=-1)
         return inputs, logits
 
@@ -178,12 +186,15 @@ class DeltaMixer(Mixer[DeltaState]):
         v = v.unflatten(-1, (times, -1)).flatten(-3, -2)
         return q, k, v, beta if beta.shape[0] == v.shape[0] else repeat_rows(beta)
 
-    def _write(self, features: tuple[Tensor, ...], rate: Any) -> dict[str, Tensor]:
+    def _recur_step(self, call: dict[str, Any], g: Tensor | None, memory: Tensor) -> tuple[Tensor, Tensor]:
+        return delta_rule_step(**call, state=memory, g=g, scale=self.key_dim**-0.5, backend=self.step_backend)
+
+    def _write(self, features: tuple[Tensor, ...], rate: Any, g: Tensor | None) -> dict[str, Any]:
         """The arguments of `delta_rule` from q, k, v and β."""
         q, k, v, beta = features
         return {"q": q, "k": k, "v": v, "beta": 2 * beta if self.negative_eigenvalues else beta}
 
-    def _observe_write(self, call: dict[str, Tensor], g: Tensor | None, mask: Tensor | None) -> None:
+    def _observe_write(self, call: dict[str, Any], g: Tensor | None, mask: Tensor | None) -> None:
         k, beta = at_least_float32(call["k"]), call.get("beta")
         if beta is not None:
             highest = 2 if self.negative_eigenvalues else 1

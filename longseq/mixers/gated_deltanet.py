@@ -79,10 +79,10 @@ class GatedDeltaNet(DeltaMixer):
         self.negative_eigenvalues = negative_eigenvalues
         self.dt_min = dt_min
         self.dt_max = dt_max
-        self.mixed_width = 2 * self.key_width + self.value_width
+        self.mixed_width = (1 + self.steps) * self.key_width + self.steps * self.value_width
         # the inputs of the features, the logits of the decay, the output gate
         heads = self.num_value_heads
-        self.widths = [self.mixed_width + heads, heads, self.value_width if output_gate else 0]
+        self.widths = [self.mixed_width + self.steps * heads, heads, self.value_width if output_gate else 0]
         self.in_proj = AlignedLinear(d_model, sum(self.widths), bias=False)
         self.convolution = ShortConvolution.of_width(self.mixed_width, convolution_width, backend)
         self.A_log = nn.Parameter(torch.empty(heads))

@@ -29,9 +29,9 @@ class KDA(DeltaMixer):
         g = −exp(A_log) softplus(z)     or, with a bound,     g = gate_bound · sigmoid(exp(A_log) z)
         S ← Diag(exp(g)) S;   S ← S + β k (v − Sᵀ k)ᵀ;   y = W_o (RMSNorm(Sᵀ q / √K) ⊙ sigmoid(W_g2 W_g1 x + b))
 
-    The low-rank maps have the rank of a head's values. The gate with a bound is not the other one cut off there: weights
-    of one form fail with the other. exp(A_log) starts uniform in [1, 16], and with a bound at 1, because larger values
-    would saturate most of the sigmoids for good.
+    The low-rank maps have the rank of a head's values. The gate with a bound is not the other one cut off there:
+    weights of one form fail with the other. exp(A_log) starts uniform in [1, 16], and with a bound at 1, because larger
+    values would saturate most of the sigmoids for good.
 
     Args:
         num_heads, head_dim: of the keys; give at most one; by default heads of 128 channels (64, ... where 128 does not
@@ -140,8 +140,8 @@ class GatedDeltaNet2(KDA):
         b = sigmoid(W_b x), w = sigmoid(W_w x)       S ← Diag(exp(g)) S;   S ← S + k (w ⊙ v − Sᵀ (b ⊙ k))ᵀ
 
     in place of β; all else is as in `KDA`. Equal gates b = w = β give KDA. With changing b the transitions can lengthen
-    the state, although the spectral radius of each is at most 1. `negative_eigenvalues` doubles b, not w. The output gate
-    is a sigmoid, as in flash-linear-attention; the authors' layer has SiLU.
+    the state, although the spectral radius of each is at most 1. `negative_eigenvalues` doubles b, not w. The output
+    gate is a sigmoid, as in flash-linear-attention; the authors' layer has SiLU.
 
     Source: Gated DeltaNet-2 (NVIDIA, 2026).
     """
@@ -152,7 +152,7 @@ class GatedDeltaNet2(KDA):
         """The logits of b and w. The first ones of b are also in the place of the logits of β, which is not used."""
         return [self.num_value_heads * self.key_dim, self.num_value_heads * self.value_dim]
 
-    def _write(self, features: tuple[Tensor, ...], rate: Any) -> dict[str, Tensor]:
+    def _write(self, features: tuple[Tensor, ...], rate: Any, g: Tensor | None) -> dict[str, Any]:
         q, k, v, _ = features
         b, w = (
             x.unflatten(-1, (self.num_value_heads, -1)).sigmoid()

@@ -107,6 +107,43 @@ def gated_deltanet(p: Weights, x: Tensor, o: Options) -> Tensor:
     return torch.stack(y)
 
 
+def unit(x: Tensor) -> Tensor:
+    return x / ((x**2).sum(-1, keepdim=True) + 1e-6).sqrt()
+
+
+def comba(p: Weights, x: Tensor, o: Options) -> Tensor:
+    H, keys = o.get("num_heads", 1), int(0.75 * D_MODEL)
+    mixed, beta, rate, gate = cut(project(p, "in_proj", x), 4 * keys, H, H, 2 * keys)
+    q, k, v = heads(H, *cut(silu(convolve(mixed, p["convolution.weight"])), keys, keys, 2 * keys))
+    share = sigmoid(p["decay"]).unsqueeze(-1)
+    q = unit(q - p["D"].unsqueeze(-1) * share * k)
+    erase = unit(share * k) if o.get("normalize_p", True) else share * unit(k)
+    decay = (-p["A_log"].exp() * softplus(rate + p["dt_bias"])).exp()
+    strength = sigmoid(beta) * ((1 + decay) if o.get("negative_eigenvalues") else 1)
+    S, y = zeros(H, keys // H, 2 * keys // H), []
+    for t in range(TOKENS):
+        error = v[t] - read(S, erase[t])
+        S = decay[t, :, None, None] * S + outer(strength[t].unsqueeze(-1) * unit(k[t]), error)
+        y.append(normed(p, read(S, q[t]) / math.sqrt(keys // H), o).flatten() * sigmoid(gate[t]))
+    return torch.stack(y)
+
+
+def delta_product(p: Weights, x: Tensor, o: Options) -> Tensor:
+    H, n, keys = o.get("num_heads", 1), o.get("steps", 2), int(0.75 * D_MODEL)
+    mixed, beta, rate, gate = cut(project(p, "in_proj", x), keys + 3 * n * keys, n * H, H, 2 * keys)
+    q, k, v = cut(silu(convolve(mixed, p["convolution.weight"])), keys, n * keys, 2 * n * keys)
+    q, k, v = (part.reshape(TOKENS, -1, H, part.shape[-1] // m // H) for part, m in ((q, 1), (k, n), (v, n)))
+    decay = (-p["A_log"].exp() * softplus(rate + p["dt_bias"])).exp()
+    strength = (2 if o.get("negative_eigenvalues", True) else 1) * sigmoid(beta).view(TOKENS, n, H, 1)
+    S, y = zeros(H, keys // H, 2 * keys // H), []
+    for t in range(TOKENS):
+        S = decay[t, :, None, None] * S
+        for i in range(n):
+            S = S + outer(strength[t, i] * unit(k[t, i]), v[t, i] - read(S, unit(k[t, i])))
+        y.append(normed(p, read(S, unit(q[t, 0])) / math.sqrt(keys // H), o).flatten() * silu(gate[t]))
+    return torch.stack(y)
+
+
 def kda(p: Weights, x: Tensor, o: Options) -> Tensor:
     return channel_gated_delta_rule(p, x, o, strengths=1)
 
@@ -444,6 +481,8 @@ SLOTS: list[Options] = [
 SCANS: list[Options] = [{}, {"state_size": 3, "rate_rank": 2}, {"expand": 3, "convolution_width": 2}]
 CASES: dict[Layer, list[Options]] = {
     abc: [{}, *SLOTS, {"num_slots": 3, "renormalize": False}],
+    comba: [{}, {"num_heads": 2}, {"negative_eigenvalues": True, "normalize_p": False}],
+    delta_product: [{}, {"num_heads": 2, "steps": 3}, {"steps": 1, "negative_eigenvalues": False}],
     deltanet: [{}, *ONE_KEY, {"num_heads": 2}, {"negative_eigenvalues": True}, {"norm_eps": 1.0}],
     gated_deltanet: [{}, *ONE_KEY, {"num_heads": 2}, {"expand_k": 0.5, "expand_v": 1.0}, {"output_gate": False},
                      {"norm_eps": 1.0}, {"negative_eigenvalues": True}],
