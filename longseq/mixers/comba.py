@@ -23,8 +23,8 @@ class Comba(GatedDeltaNet):
         S ← exp(g) S + β k (v − Sᵀ p)ᵀ (S before the decay);   y = W_o (RMSNorm(Sᵀ q / √K) ⊙ sigmoid(W_g x))
 
     β, g and the widths are as in `GatedDeltaNet`. Because p is normalised, as in the published code, `decay` only
-    changes the query. With β up to 2, a read before the decay could double the state at each token: `negative_eigenvalues`
-    therefore means β = (1 + exp(g)) sigmoid(W_β x), which keeps the spectral radius at 1.
+    changes the query. With β up to 2, a read before the decay could double the state at each token:
+    `negative_eigenvalues` therefore means β = (1 + exp(g)) sigmoid(W_β x), which keeps the spectral radius at 1.
 
     Args:
         correction: the initial D, 0.02 for small models.
