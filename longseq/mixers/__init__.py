@@ -24,6 +24,7 @@ from longseq.mixers import (  # noqa: F401 - importing a module registers its mi
     longhorn_exact,
     mamba,
     mamba2,
+    mamba3,
     retnet,
     rg_lru,
     rwkv4,

@@ -188,6 +188,33 @@ def gla(p: Weights, x: Tensor, o: Options) -> Tensor:
     return torch.stack(y)
 
 
+def mamba3(p: Weights, x: Tensor, o: Options) -> Tensor:
+    P, N, G, inner = o["head_dim"], o["state_size"], o.get("n_groups", 1), o.get("expand", 2) * D_MODEL
+    H = inner // P
+    z, u, b, c, dt, rate, mix, angle = cut(project(p, "in_proj", x), inner, inner, G * N, G * N, H, H, H, N // 4)
+    step, kept, angle = softplus(dt + p["dt_bias"]), sigmoid(mix), torch.tanh(angle)
+    rate = softplus(rate) if o.get("rate") == "softplus" else torch.where(rate < 0, 1 / (1 - rate), 1 + rate)
+    (u,) = heads(H, u)
+    S, phase, y = zeros(H, N, P), zeros(H, N // 4), []
+    last = zeros(H, N), zeros(H, P)
+    for t in range(TOKENS):
+        phase = phase + math.pi * angle[t] * step[t].unsqueeze(-1)
+        sides = []
+        for name, part in (("B", b), ("C", c)):
+            rows = part[t].view(G, N)
+            rows = rows / ((rows**2).mean(-1, keepdim=True) + 1e-5).sqrt() * p[f"{name}_norm.weight"]
+            rows = rows.repeat_interleave(H // G, 0) + p[f"{name}_bias"]
+            pairs = torch.view_as_complex(rows[:, : N // 4 * 2].reshape(H, -1, 2)) * torch.polar(phase / phase, phase)
+            sides.append(torch.cat((torch.view_as_real(pairs).flatten(1), rows[:, N // 4 * 2 :]), 1))
+        key, query = sides
+        size = step[t].view(H, 1, 1)
+        alpha, half = (-rate[t].clamp(min=1e-4) * step[t]).exp().view(H, 1, 1), kept[t].view(H, 1, 1)
+        S = alpha * S + (1 - half) * size * alpha * outer(*last) + half * size * outer(key, u[t])
+        last = key, u[t]
+        y.append((read(S, query) + p["D"].unsqueeze(-1) * u[t]).flatten() * silu(z[t]))
+    return torch.stack(y)
+
+
 def rwkv6(p: Weights, x: Tensor, o: Options) -> Tensor:
     H = o.get("num_heads", 1)
     S, last, y = zeros(H, D_MODEL // H, D_MODEL // H), zeros(D_MODEL), []
@@ -503,6 +530,8 @@ CASES: dict[Layer, list[Options]] = {
     mamba: SCANS,
     mamba2: [{"head_dim": 16}, {"head_dim": 4, "state_size": 3}, {"head_dim": 4, "state_size": 3, "n_groups": 2},
              {"head_dim": 8, "expand": 3, "convolution_width": 2}, {"head_dim": 16, "norm_eps": 1.0}],
+    mamba3: [{"head_dim": 16, "state_size": 8}, {"head_dim": 4, "state_size": 12, "n_groups": 2},
+             {"head_dim": 8, "expand": 3, "state_size": 8, "rate": "softplus"}],
     retnet: [{}, {"num_heads": 2}, {"expand_v": 1.0, "rotary_base": 10.0}, {"norm_eps": 1.0},
              {"feature_map": "relu", "output_gate": False}],
     rg_lru: [{}, {"num_heads": 2}, {"width": 32, "num_heads": 4}, {"convolution_width": 2}],
