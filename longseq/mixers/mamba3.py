@@ -53,8 +53,9 @@ class _Inputs(NamedTuple):
 class Mamba3(Mixer[Mamba3State]):
     """State space whose inputs and outputs turn by angles that depend on the tokens, without a convolution.
 
-        z, x, B, C, dt, A, λ, θ = W u;  Δ = softplus(dt + dt_bias);  log α = −rate(A) Δ;  φ ← φ + π tanh(θ) Δ
-        b, c = B / rms(B) + bias_B, C / rms(C) + bias_C, whose channel pairs (2 i, 2 i + 1), i < N / 4, are turned by φ_t
+        z, x, B, C, dt, A, λ, θ = W u;  Δ = softplus(dt + dt_bias);  log α = −rate(A) Δ
+        φ_t = φ_{t−1} + π tanh(θ) Δ
+        b, c = B / rms(B) + bias_B, C / rms(C) + bias_C, whose channel pairs (2 i, 2 i + 1), i < N / 4, turn by φ_t
         h_t = α h_{t−1} + (1 − σ(λ)) Δ α b_{t−1} x_{t−1}ᵀ + σ(λ) Δ b_t x_tᵀ;   y = W_o ((hᵀ c + D x) ⊙ SiLU(z))
 
     The norms have weights. The I = expand · d_model channels are H heads of P = head_dim; the memory has N = state_size
@@ -121,7 +122,7 @@ class Mamba3(Mixer[Mamba3State]):
         mask: Tensor | None = None,
         output_final_state: bool = True,
     ) -> tuple[Tensor, Mamba3State | None]:
-        # With δ_t = (1 − σ) Δ_t, h_t + δ_{t+1} b_t x_tᵀ is a linear attention's memory, with keys (σ Δ_t + δ_{t+1}) b_t.
+        # With δ_t = (1 − σ) Δ_t, h_t + δ_{t+1} b_t x_tᵀ is a linear attention's memory with keys (σ Δ_t + δ_{t+1}) b_t.
         packing, (z, inputs) = pack_like(cu_seqlens, projected), self._split(projected)
         x, b, c, step, g, delta, turn = inputs
         self.observe("gate_saturation", lambda: saturation(g.exp(), mask))
