@@ -391,12 +391,12 @@ def _backward(
         d_offered = inverse.mT @ d_written.baddbmm_(write_until, d_after)
 
     # gradients of e^b Q, e^c R, e^{b_C - b} W and e^{b_C - b} a, then of Q, R, W and a
-    d_query = d_out @ states.mT if wanted.q or wanted.g else None
-    d_read = (d_offered @ states.mT).neg_() if wanted.k or wanted.g else None
-    d_write = written @ d_after.mT if wants_write or wanted.g else None
-    d_added = value @ d_after.mT if value_key is not None and (wanted.value_key or wanted.g) else None
+    d_query: Any = d_out @ states.mT if wanted.q or wanted.g else None
+    d_read: Any = (d_offered @ states.mT).neg_() if wanted.k or wanted.g else None
+    d_write: Any = written @ d_after.mT if wants_write or wanted.g else None
+    d_added: Any = value @ d_after.mT if value_key is not None and (wanted.value_key or wanted.g) else None
     d_gate: Any = None
-    if wanted.g:
+    if wanted.g and whole is not None:
         reads = d_read * read_since
         writes = d_write * write_until
         if d_added is not None:
@@ -468,7 +468,7 @@ def _add_strict_pairs(
     if not before:
         _add_pairs(d_pairs, x, w, g, between, d_x, d_w, d_g)
         return
-    d_up = None if d_x is None else torch.zeros_like(d_x)
+    d_up: Any = None if d_x is None else torch.zeros_like(d_x)
     _add_pairs(_up(d_pairs), _up(x), w, g, between, d_up, d_w, d_g)
     if d_x is not None:
         d_x += _down(d_up)

@@ -77,7 +77,7 @@ def delta_rule_step(
     q, k, v, state = channels_adjacent(q), channels_adjacent(k), channels_adjacent(v), state.contiguous()
     write_key, value_key = (None if x is None else channels_adjacent(x) for x in (write_key, value_key))
     gate = "" if g is None else "head" if g.dim() == 2 else "channel"
-    if gate == "channel":
+    if g is not None and gate == "channel":
         g = channels_adjacent(g)
     batch, heads, key_dim, value_dim = state.shape
     output, after = v.new_empty(v.shape), torch.empty_like(state)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 from typing_extensions import Self
@@ -46,7 +48,7 @@ class GatedDeltaNet(DeltaMixer):
     """
 
     paper = "Gated DeltaNet (arXiv:2412.06464), section 3.4"
-    no_weight_decay_names = ("A_log", "dt_bias")
+    no_weight_decay_names: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")
 
     def __init__(
         self,

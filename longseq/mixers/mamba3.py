@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -129,7 +129,7 @@ class Mamba3(Mixer[Mamba3State]):
         if mask is not None:
             real = mask.unsqueeze(-1)
             step, g, delta, turn = step * real, g * real, delta * real, turn * real.unsqueeze(-1)
-        options = {"cu_seqlens": packing, "mask": mask, "backend": self.backend}
+        options: dict[str, Any] = {"cu_seqlens": packing, "mask": mask, "backend": self.backend}
         later, first = previous_tokens(delta, reverse=True, output_final_state=True, **options)
         phase = _add_up(turn, None if state is None else state.phase, packing)
         b, c = _turn(b, phase), _turn(c, phase)
