@@ -188,7 +188,19 @@ def _generator(device: torch.device | str, seed: int) -> torch.Generator | None:
     return None if torch.device(device).type == "meta" else torch.Generator(device).manual_seed(seed)
 
 
-@_maker("delta_rule", "plain", "gated", "write_key", "gated_write_key", "correlated_keys")
+@_maker(
+    "delta_rule",
+    "plain",
+    "gated",
+    "write_key",
+    "gated_write_key",
+    "correlated_keys",
+    "channel",
+    "channel_write_key",
+    "added",
+    "before",
+    "channel_added_before",
+)
 def _delta_rule(sampler: InputSampler, variant: str) -> Inputs:
     heads, key_dim, value_dim = sampler.size(H=2, K=4, V=3)
     shape = (sampler.batch, sampler.tokens, heads)
@@ -199,10 +211,17 @@ def _delta_rule(sampler: InputSampler, variant: str) -> Inputs:
     sequences = {"q": sampler.normal(*shape, key_dim), "k": k, "v": sampler.normal(*shape, value_dim), "beta": beta}
     if "write_key" in variant:
         sequences["write_key"] = F.normalize(k + 0.3 * sampler.unit(*shape, key_dim), dim=-1)
-    if "gated" in variant:
+    if "gated" in variant or variant == "before":
         sequences["g"] = -sampler.uniform(*shape)
+    if "channel" in variant:
+        sequences["g"] = -sampler.uniform(*shape, key_dim)
+    if "added" in variant:
+        sequences["value_key"] = sampler.unit(*shape, key_dim)
+    if "added_before" in variant:  # as in RWKV-7: a write key in place of beta
+        sequences["write_key"] = sequences.pop("beta")[..., None] * k / 2
     state = sampler.normal(sampler.rows, heads, key_dim, value_dim)
-    return Inputs("delta_rule", sequences, state, options={"scale": 0.5})
+    options = {"scale": 0.5} | ({"read_before_decay": True} if "before" in variant else {})
+    return Inputs("delta_rule", sequences, state, options=options)
 
 
 @_maker(

@@ -1,23 +1,33 @@
 """The delta rule in chunks of matrix products.
 
-With the tokens of one chunk as rows and e^b the decay from the start of the chunk (⊙ D: decays between two tokens),
+With the tokens of one chunk as rows, b the sum of g from the start of the chunk to a row, and c = b where the read is
+after the decay, or b of the row before where it is before the decay,
 
-    L = tril(R Wᵀ ⊙ D, -1)      X = (I + L)^{-1}            R: read keys, W: write keys times beta
-    U = X (V - e^b R S)         what is written: the error of each token given the writes before it
-    O = e^b Q S + tril(Q Wᵀ ⊙ D) U
-    S <- e^{b_C} S + (e^{b_C - b} W)ᵀ U
+    L_ij = Σ_k r_ik w_jk e^{c_ik - b_jk}, j < i      A_ij = Σ_k q_ik w_jk e^{b_ik - b_jk}, j <= i
+    X = (I + L)^{-1}      U = X (V - (e^c ⊙ R) S)      O = (e^b ⊙ Q) S + A U
+    S <- Diag(e^{b_C}) S + (e^{b_C - b} ⊙ W)ᵀ U
 
-Only the last line runs over chunks one after the other; everything else is batched over all of them.
+R are the read keys, W the write keys times beta, and U is what is written: the error of each token given the writes
+before it. With value keys a, and M and N as L and A with a in place of w,
+
+    U = -X (M V + (e^c ⊙ R) S)      O = (e^b ⊙ Q) S + A U + N V
+    S <- Diag(e^{b_C}) S + (e^{b_C - b} ⊙ W)ᵀ U + (e^{b_C - b} ⊙ a)ᵀ V
+
+Only the state runs over chunks one after the other; everything else is batched over all of them.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from longseq.kernels.chunks import (
     decay_matrix,
     decay_matrix_backward,
+    decayed_products,
+    decayed_products_backward,
     earlier_sum,
     export_plan,
     fit_chunk_size,
@@ -42,10 +52,12 @@ def delta_rule_chunk(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    beta: Tensor,
+    beta: Tensor | None,
     *,
     write_key: Tensor | None,
+    value_key: Tensor | None,
     g: Tensor | None,
+    read_before_decay: bool,
     scale: float,
     initial_state: Tensor | None,
     output_final_state: bool,
@@ -60,7 +72,7 @@ def delta_rule_chunk(
     """
 
     def core(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
-        arguments: tuple[Any, ...] = (*sequences, state, scale, chunk_size)
+        arguments: tuple[Any, ...] = (*sequences, state, scale, read_before_decay and g is not None, chunk_size)
         if torch.jit.is_tracing():
             return _scripted(*arguments)
         if is_exporting():
@@ -70,7 +82,7 @@ def delta_rule_chunk(
 
     return run_recurrence(
         core,
-        (q, k, v, beta, write_key, g),
+        (q, k, v, beta, write_key, value_key, g),
         initial_state,
         (*k.shape[2:], v.shape[3]),
         output_dtype=v.dtype,
@@ -81,32 +93,63 @@ def delta_rule_chunk(
     )
 
 
+class _Inputs(NamedTuple):
+    """The sequences of a call, [B, T, H, ...]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor | None
+    write_key: Tensor | None
+    value_key: Tensor | None
+    g: Tensor | None
+
+
+class _Parts(NamedTuple):
+    """What does not depend on the state, [n, M, C, ...].
+
+    query: e^b ⊙ Q; attention: A; inverse: X; offered: X V, or with value keys -X M V; erased: X (e^c ⊙ R);
+    write: e^{b_C - b} ⊙ W; whole: e^{b_C} in the layout of the state, None without a gate. With value keys,
+    read: N V and added: (e^{b_C - b} ⊙ a)ᵀ V.
+    """
+
+    query: Tensor
+    attention: Tensor
+    inverse: Tensor
+    offered: Tensor
+    erased: Tensor
+    write: Tensor
+    whole: Tensor | None
+    read: Tensor | None
+    added: Tensor | None
+
+
 def _exported(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    beta: Tensor,
+    beta: Tensor | None,
     write_key: Tensor | None,
+    value_key: Tensor | None,
     g: Tensor | None,
     state: Tensor,
     scale: float,
+    before: bool,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor]:
     """The form for torch.export: the loop over chunks is unrolled while short, else (or if T is symbolic) a Scan."""
     batch, tokens, heads, _ = q.shape
     chunk_size, chunks, unroll = export_plan(chunk_size, tokens)
-    query, attention, _, offered, erased, write, whole = _parts(
-        q, k, v, beta, write_key, g, scale, state.dtype, chunks, chunk_size
-    )
+    inputs = _Inputs(q, k, v, beta, write_key, value_key, g)
+    parts = _make_parts(inputs, scale, before, state.dtype, chunks, chunk_size)
     rows = state.flatten(0, 1)
     if unroll:
-        states, written, final = _state_pass(rows, offered, erased, write, whole)
-    elif whole is None:
-        final, states, written = scan(_chunk_step, rows, [offered, erased, write])
+        states, written, final = _state_pass(rows, parts)
     else:
-        final, states, written = scan(_decayed_chunk_step, rows, [offered, erased, write, whole])
-    output = query @ states + attention @ written
-    return join_chunks(output, batch, heads, tokens), final.reshape(state.shape)
+        given = [x for x in (parts.offered, parts.erased, parts.write, parts.whole, parts.added) if x is not None]
+        step = _chunk_step(has_decay=parts.whole is not None, has_added=parts.added is not None)
+        final, states, written = scan(step, rows, given)
+    return join_chunks(_read_out(parts, states, written), batch, heads, tokens), final.reshape(state.shape)
 
 
 @torch.jit.script_if_tracing
@@ -114,15 +157,18 @@ def _scripted(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    beta: Tensor,
+    beta: Tensor | None,
     write_key: Tensor | None,
+    value_key: Tensor | None,
     g: Tensor | None,
     state: Tensor,
     scale: float,
+    before: bool,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor]:
     """The form for torch.jit.trace: sizes and the loop stay dynamic in the traced graph."""
-    output, final, _, _ = _forward(q, k, v, beta, write_key, g, state, scale, chunk_size)
+    inputs = _Inputs(q, k, v, beta, write_key, value_key, g)
+    output, final, _, _ = _forward(inputs, state, scale, before, chunk_size)
     return output, final
 
 
@@ -134,6 +180,7 @@ class _Wanted(NamedTuple):
     v: bool
     beta: bool
     write_key: bool
+    value_key: bool
     g: bool
     state: bool
 
@@ -145,213 +192,286 @@ class _Wanted(NamedTuple):
     @property
     def of_updates(self) -> bool:
         """Any gradient that depends on the updates: any but those of v and the state, in which results are linear."""
-        return self.q or self.k or self.beta or self.write_key or self.g
+        return self.q or self.k or self.beta or self.write_key or self.value_key or self.g
 
 
 class _DeltaRule(torch.autograd.Function):
     """The eager form. Saves its inputs, X and the states before each chunk; recomputes the rest."""
 
     @staticmethod
-    def forward(ctx, q, k, v, beta, write_key, g, state, scale, chunk_size):
-        output, final, inverse, states = _forward(q, k, v, beta, write_key, g, state, scale, chunk_size)
-        wanted = _Wanted(*ctx.needs_input_grad[:7])
-        ctx.scale, ctx.dtypes = scale, (q.dtype, v.dtype)
+    def forward(ctx, q, k, v, beta, write_key, value_key, g, state, scale, before, chunk_size):
+        inputs = _Inputs(q, k, v, beta, write_key, value_key, g)
+        output, final, inverse, states = _forward(inputs, state, scale, before, chunk_size)
+        wanted = _Wanted(*ctx.needs_input_grad[:8])
+        ctx.scale, ctx.before, ctx.dtypes = scale, before, (q.dtype, v.dtype)
         read = q if wanted.through_updates else None
         offered, starts = (v, states) if wanted.of_updates else (None, None)
-        ctx.save_for_backward(read, k, offered, beta, write_key, g, inverse, starts)
+        ctx.save_for_backward(read, k, offered, beta, write_key, value_key, g, inverse, starts)
         # The caller may change results in place, which autograd refuses for views.
         return output.detach(), final.detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_output, d_final):
-        wanted = _Wanted(*ctx.needs_input_grad[:7])
+        wanted = _Wanted(*ctx.needs_input_grad[:8])
+        options = (ctx.scale, ctx.before, ctx.dtypes)
         with without_autocast(d_final):
-            return (*_backward(wanted, ctx.saved_tensors, ctx.scale, ctx.dtypes, d_output, d_final), None, None)
+            return (*_backward(wanted, ctx.saved_tensors, *options, d_output, d_final), None, None, None)
 
 
 def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    write_key: Tensor | None,
-    g: Tensor | None,
-    state: Tensor,
-    scale: float,
-    chunk_size: int,
+    inputs: _Inputs, state: Tensor, scale: float, before: bool, chunk_size: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output [B, T, H, V], final state [B, H, K, V]; for the backward X [n, M, C, C] and the states [n, M, K, V]."""
-    batch, tokens, heads, _ = q.shape
+    batch, tokens, heads, _ = inputs.q.shape
     chunk_size = fit_chunk_size(chunk_size, tokens)
     chunks = (tokens + chunk_size - 1) // chunk_size
-    query, attention, inverse, offered, erased, write, whole = _parts(
-        q, k, v, beta, write_key, g, scale, state.dtype, chunks, chunk_size
-    )
-    states, written, final = _state_pass(state.flatten(0, 1), offered, erased, write, whole)
-    output = query @ states + attention @ written
-    return join_chunks(output, batch, heads, tokens), final.reshape(state.shape), inverse, states
+    parts = _make_parts(inputs, scale, before, state.dtype, chunks, chunk_size)
+    states, written, final = _state_pass(state.flatten(0, 1), parts)
+    output = join_chunks(_read_out(parts, states, written), batch, heads, tokens)
+    return output, final.reshape(state.shape), parts.inverse, states
 
 
-def _split(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    write_key: Tensor | None,
-    g: Tensor | None,
-    scale: float,
-    dtype: torch.dtype,
-    chunks: int,
-    chunk_size: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Chunked query times scale, read key, value, write key before its strength, strength and gate, [n, M, C, ...]."""
-    query, read = split_chunks(q, dtype, chunks, chunk_size), split_chunks(k, dtype, chunks, chunk_size)
-    return (
-        query if scale == 1.0 else query * scale,
-        read,
-        split_chunks(v, dtype, chunks, chunk_size),
-        read if write_key is None else split_chunks(write_key, dtype, chunks, chunk_size),
-        split_chunks(beta.unsqueeze(-1), dtype, chunks, chunk_size),
-        None if g is None else split_chunks(g.unsqueeze(-1), dtype, chunks, chunk_size),
-    )
+def _read_out(parts: _Parts, states: Tensor, written: Tensor) -> Tensor:
+    output, read = parts.query @ states + parts.attention @ written, parts.read
+    return output if read is None else output + read
 
 
-def _decays(g: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """For g [n, M, C, 1]: decays between two tokens, since the chunk's start, until its end, and over all of it."""
+def _gate_rows(g: Tensor | None) -> Tensor | None:
+    """The gate as [B, T, H, 1 or K]."""
+    return g.unsqueeze(-1) if g is not None and g.dim() == 3 else g
+
+
+def _make_parts(
+    inputs: _Inputs, scale: float, before: bool, dtype: torch.dtype, chunks: int, chunk_size: int
+) -> _Parts:
+    q, k, v, beta, write_key, value_key, g = inputs  # TorchScript narrows the types of variables only
+    query = split_chunks(q, dtype, chunks, chunk_size)
+    query = query if scale == 1.0 else query * scale
+    key, value = split_chunks(k, dtype, chunks, chunk_size), split_chunks(v, dtype, chunks, chunk_size)
+    write = key if write_key is None else split_chunks(write_key, dtype, chunks, chunk_size)
+    if beta is not None:
+        write = write * split_chunks(beta.unsqueeze(-1), dtype, chunks, chunk_size)
+    rows = _gate_rows(g)
+    gate = None if rows is None else split_chunks(rows, dtype, chunks, chunk_size)
+    between = None if gate is None or gate.shape[-1] > 1 else decay_matrix(gate)
+    since, since_read, until, whole = _decays(gate, before)
+    inverse = unit_lower_inverse(_strict_pairs(key, write, gate, between, before).flatten(0, 1))
+    inverse = inverse.reshape(key.shape[0], key.shape[1], key.shape[2], key.shape[2])
+    offered = inverse @ value
+    read: Tensor | None = None
+    added: Tensor | None = None
+    if value_key is not None:
+        own = split_chunks(value_key, dtype, chunks, chunk_size)
+        offered = -(inverse @ (_strict_pairs(key, own, gate, between, before) @ value))
+        read = _pairs(query, own, gate, between) @ value
+        added = times(own, until).transpose(-1, -2) @ value
+    attention = _pairs(query, write, gate, between)
+    erased = inverse @ times(key, since_read)
+    return _Parts(times(query, since), attention, inverse, offered, erased, times(write, until), whole, read, added)
+
+
+def _decays(g: Tensor | None, before: bool) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """For g [..., C, D]: decays since the chunk's start of queries and of reads, until its end, and over all of it.
+
+    The last is in the layout of the state, [..., D, 1].
+    """
     if g is None:
         return None, None, None, None
-    return decay_matrix(g), g.cumsum(-2).exp(), later_sum(g).exp(), g.sum(-2, keepdim=True).exp()
+    since = g.cumsum(-2).exp()
+    since_read = earlier_sum(g).exp() if before else since
+    return since, since_read, later_sum(g).exp(), g.sum(-2).unsqueeze(-1).exp()
 
 
-def _parts(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    write_key: Tensor | None,
-    g: Tensor | None,
-    scale: float,
-    dtype: torch.dtype,
-    chunks: int,
-    chunk_size: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """The parts without the state: e^b Q, tril(Q Wᵀ ⊙ D), X, X V, X e^b R, e^{b_C - b} W and e^{b_C}."""
-    query, read, value, write, strength, gate = _split(q, k, v, beta, write_key, g, scale, dtype, chunks, chunk_size)
-    between, since, until, whole = _decays(gate)
-    write = write * strength
-    transposed = write.transpose(-1, -2)
-    lower = times(read @ transposed, between).tril(-1)
-    attention = times(query @ transposed, between).tril()
-    inverse = unit_lower_inverse(lower.flatten(0, 1)).reshape(lower.shape)
-    erased = inverse @ times(read, since)
-    return times(query, since), attention, inverse, inverse @ value, erased, times(write, until), whole
+def _pairs(x: Tensor, w: Tensor, g: Tensor | None, between: Tensor | None) -> Tensor:
+    """Σ_k x_ik w_jk e^{b_ik - b_jk} for i >= j, else 0: [..., C, C]; `between` holds the decays of a gate per head."""
+    if g is not None and between is None:
+        size = x.shape[-2]
+        products = decayed_products(_flat(x), _flat(w), _flat(g))
+        return products.reshape(x.shape[:-2] + (size, size))  # noqa: RUF005 (TorchScript)
+    return times(x @ w.transpose(-1, -2), between).tril()
 
 
-def _state_pass(
-    state: Tensor, offered: Tensor, erased: Tensor, write: Tensor, whole: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def _flat(x: Tensor) -> Tensor:
+    """[n, M, C, D] -> [n * M, C, D]."""
+    return x.reshape(-1, x.shape[-2], x.shape[-1])
+
+
+def _strict_pairs(x: Tensor, w: Tensor, g: Tensor | None, between: Tensor | None, before: bool) -> Tensor:
+    """`_pairs` for i > j with the decays of reads. A read before the decay is a query of the row above."""
+    if before:
+        return _down(_pairs(_up(x), w, g, between))
+    return _pairs(x, w, g, between).tril(-1)
+
+
+def _up(x: Tensor) -> Tensor:
+    """Each row in place of the one above it; the last row is 0."""
+    return F.pad(x[..., 1:, :], (0, 0, 0, 1))
+
+
+def _down(x: Tensor) -> Tensor:
+    """Each row in place of the one below it; the first row is 0."""
+    return F.pad(x[..., :-1, :], (0, 0, 1, 0))
+
+
+def _state_pass(state: Tensor, parts: _Parts) -> tuple[Tensor, Tensor, Tensor]:
     """The loop over chunks: states before each chunk [n, M, K, V], U [n, M, C, V], final state [M, K, V]."""
     states: list[Tensor] = []
     written: list[Tensor] = []
-    for i in range(offered.shape[0]):
+    whole, added = parts.whole, parts.added
+    for i in range(parts.offered.shape[0]):
         states.append(state)
-        written.append(torch.baddbmm(offered[i], erased[i], state, alpha=-1.0))
+        written.append(torch.baddbmm(parts.offered[i], parts.erased[i], state, alpha=-1.0))
         if whole is not None:
             state = state * whole[i]
-        state = torch.baddbmm(state, write[i].transpose(-1, -2), written[i])
+        if added is not None:
+            state = state + added[i]
+        state = torch.baddbmm(state, parts.write[i].transpose(-1, -2), written[i])
     return torch.stack(states), torch.stack(written), state
 
 
-def _chunk_step(state: Tensor, offered: Tensor, erased: Tensor, write: Tensor) -> list[Tensor]:
+def _chunk_step(*, has_decay: bool, has_added: bool) -> Callable[..., list[Tensor]]:
     """One step of `_state_pass` in the form of the scan operator: its outputs share no memory."""
-    written = torch.baddbmm(offered, erased, state, alpha=-1.0)
-    return [torch.baddbmm(state, write.transpose(-1, -2), written), state.clone(), written]
 
+    def step(state: Tensor, offered: Tensor, erased: Tensor, write: Tensor, *others: Tensor) -> list[Tensor]:
+        written = torch.baddbmm(offered, erased, state, alpha=-1.0)
+        after = state * others[0] if has_decay else state
+        if has_added:
+            after = after + others[-1]
+        return [torch.baddbmm(after, write.transpose(-1, -2), written), state.clone(), written]
 
-def _decayed_chunk_step(state: Tensor, offered: Tensor, erased: Tensor, write: Tensor, whole: Tensor) -> list[Tensor]:
-    written = torch.baddbmm(offered, erased, state, alpha=-1.0)
-    return [torch.baddbmm(state * whole, write.transpose(-1, -2), written), state.clone(), written]
+    return step
 
 
 def _backward(
     wanted: _Wanted,
     saved: tuple[Any, ...],
     scale: float,
+    before: bool,
     dtypes: tuple[torch.dtype, torch.dtype],
     d_output: Tensor,
     d_final: Tensor,
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of q, k, v, beta, write_key, g and the initial state; None for those that are not wanted.
+    """Gradients of q, k, v, beta, write_key, value_key, g and the initial state; None for those that are not wanted.
 
     What was not saved is None. `dtypes` are those of q and v.
     """
-    q, k, v, beta, write_key, g, inverse, states = saved
+    q, k, v, beta, write_key, value_key, g, inverse, states = saved
     chunks, _, chunk_size, _ = inverse.shape
 
-    def split(x: Tensor) -> Tensor:
-        return split_chunks(x, d_final.dtype, chunks, chunk_size).flatten(0, 1)
+    def split(x: Tensor | None) -> Any:
+        return None if x is None else split_chunks(x, d_final.dtype, chunks, chunk_size).flatten(0, 1)
 
-    read, strength, d_out = split(k), split(beta.unsqueeze(-1)), split(d_output)
+    read, d_out, gate, value, added = (split(x) for x in (k, d_output, _gate_rows(g), v, value_key))
+    strength = None if beta is None else split(beta.unsqueeze(-1))
     key = read if write_key is None else split(write_key)
-    between, since, until, whole = _decays(None if g is None else split(g.unsqueeze(-1)))
-    inverse, write, read_since = inverse.flatten(0, 1), key * strength, times(read, since)
+    between = None if gate is None or gate.shape[-1] > 1 else decay_matrix(gate)
+    since, since_read, until, whole = _decays(gate, before)
+    inverse, write, read_since = inverse.flatten(0, 1), times(key, strength), times(read, since_read)
+    decays = gate, between
     wants_write = wanted.beta or wanted.write_key or (wanted.k and write_key is None)
 
+    if value_key is not None:
+        of_reads = _strict_pairs(read, added, *decays, before)
     if wanted.of_updates:
         states = states.flatten(0, 1)
-        written = inverse @ torch.baddbmm(split(v), read_since, states, alpha=-1)
+        offered = value if value_key is None else (of_reads @ value).neg_()
+        written = inverse @ torch.baddbmm(offered, read_since, states, alpha=-1)
+    query = split(q)
+    if query is not None and scale != 1.0:
+        query = query * scale
     if wanted.through_updates:
-        query = split(q) if scale == 1.0 else split(q) * scale
         query_since, write_until = times(query, since), times(write, until)
         erased = inverse @ read_since
-        attention = times(query @ write.mT, between).tril_()
-        d_written = attention.mT @ d_out
+        d_written = _pairs(query, write, *decays).mT @ d_out
         # gradient of the state before each chunk, without the part through the state after the chunk
         d_before = torch.baddbmm(query_since.mT @ d_out, erased.mT, d_written, alpha=-1)
         d_state, d_after = _state_pass_backward(d_final.flatten(0, 1), d_before, erased, write_until, whole)
     if any(wanted[1:-1]):
-        d_value = inverse.mT @ d_written.baddbmm_(write_until, d_after)
+        d_offered = inverse.mT @ d_written.baddbmm_(write_until, d_after)
 
-    if wanted.q or wanted.g:
-        d_query = d_out @ states.mT
-    if wanted.k or wanted.g:
-        d_read = (d_value @ states.mT).neg_()
-    if wants_write or wanted.g:
-        d_write = written @ d_after.mT
+    # gradients of e^b Q, e^c R, e^{b_C - b} W and e^{b_C - b} a, then of Q, R, W and a
+    d_query: Any = d_out @ states.mT if wanted.q or wanted.g else None
+    d_read: Any = (d_offered @ states.mT).neg_() if wanted.k or wanted.g else None
+    d_write: Any = written @ d_after.mT if wants_write or wanted.g else None
+    d_added: Any = value @ d_after.mT if value_key is not None and (wanted.value_key or wanted.g) else None
+    d_gate: Any = None
+    if wanted.g and whole is not None:
+        reads = d_read * read_since
+        writes = d_write * write_until
+        if d_added is not None:
+            writes += d_added * times(added, until)
+        d_gate = _sum_to(reverse_cumsum(d_query * query_since) + (later_sum if before else reverse_cumsum)(reads), gate)
+        d_gate += _sum_to(earlier_sum(writes), gate)
+        d_gate += _sum_to((states * d_after).sum(-1).unsqueeze(-2), gate) * whole.mT
+    d_query = times(d_query, since) if wanted.q else None
+    d_read = times(d_read, since_read) if wanted.k else None
+    d_write = times(d_write, until) if wants_write else None
+    d_added = times(d_added, until) if wanted.value_key else None
+
     if wanted.q or wants_write or wanted.g:
-        d_attention = (d_out @ written.mT).tril_()
+        _add_pairs((d_out @ written.mT).tril_(), query, write, *decays, d_query, d_write, d_gate)
     if wanted.k or wants_write or wanted.g:
-        d_lower = (d_value @ written.mT).tril_(-1).neg_()
-    if wanted.g:
-        lower = times(read @ write.mT, between).tril_(-1)
-        d_gate = decay_matrix_backward(d_attention * attention + d_lower * lower)
-        d_gate += reverse_cumsum((d_query * query_since + d_read * read_since).sum(-1, keepdim=True))
-        d_gate += earlier_sum((d_write * write_until).sum(-1, keepdim=True))
-        d_gate += (states * d_after).sum((-2, -1), keepdim=True) * whole
-    if wanted.q or wants_write:
-        d_attention = times(d_attention, between)
-    if wanted.k or wants_write:
-        d_lower = times(d_lower, between)
-    if wanted.q:
-        d_query = times(d_query, since).baddbmm_(d_attention, write).mul_(scale)
-    if wanted.k:
-        d_read = times(d_read, since).baddbmm_(d_lower, write)
+        _add_strict_pairs((d_offered @ written.mT).neg_(), read, write, *decays, before, d_read, d_write, d_gate)
+    if value_key is not None and (wanted.q or wanted.value_key or wanted.g):
+        _add_pairs((d_out @ value.mT).tril_(), query, added, *decays, d_query, d_added, d_gate)
+    if value_key is not None and (wanted.k or wanted.value_key or wanted.g):
+        _add_strict_pairs((d_offered @ value.mT).neg_(), read, added, *decays, before, d_read, d_added, d_gate)
+    if value_key is not None and wanted.v:
+        d_offered = torch.baddbmm(times(added, until) @ d_after, of_reads.mT, d_offered, alpha=-1)
+        d_offered.baddbmm_(_pairs(query, added, *decays).mT, d_out)
     if wants_write:
-        d_write = times(d_write, until).baddbmm_(d_attention.mT, query).baddbmm_(d_lower.mT, read)
-        d_key = d_write * strength
+        d_key = times(d_write, strength)
         if wanted.k and write_key is None:
             d_read += d_key
 
     return (
-        join_like(d_query, k, dtypes[0]) if wanted.q else None,
+        join_like(d_query.mul_(scale), k, dtypes[0]) if wanted.q else None,
         join_like(d_read, k) if wanted.k else None,
-        join_like(d_value, d_output, dtypes[1]) if wanted.v else None,
+        join_like(d_offered, d_output, dtypes[1]) if wanted.v else None,
         join_like((d_write * key).sum(-1, keepdim=True), beta) if wanted.beta else None,
         join_like(d_key, write_key) if wanted.write_key else None,
+        join_like(d_added, value_key) if wanted.value_key else None,
         join_like(d_gate, g) if wanted.g else None,
         d_state.unflatten(0, (k.shape[0], -1)) if wanted.state else None,
     )
+
+
+def _sum_to(x: Tensor, gate: Tensor) -> Tensor:
+    """x [..., C, K] in the width of a gate, 1 or K."""
+    return x.sum(-1, keepdim=True) if gate.shape[-1] == 1 else x
+
+
+def _add_pairs(d_pairs: Tensor, x: Tensor, w: Tensor, g: Any, between: Any, d_x: Any, d_w: Any, d_g: Any) -> None:
+    """Add the gradients that pass through `_pairs` to those of x, w and the gate, where they are not None."""
+    if g is not None and between is None:
+        totals = d_x, d_w, d_g
+        parts = decayed_products_backward(x, w, g, d_pairs, *(total is not None for total in totals))
+        for total, part in zip(totals, parts, strict=True):
+            if total is not None:
+                total += part
+        return
+    if d_g is not None:
+        d_g += decay_matrix_backward(d_pairs * _pairs(x, w, g, between))
+    d_pairs = times(d_pairs, between)
+    if d_x is not None:
+        d_x.baddbmm_(d_pairs, w)
+    if d_w is not None:
+        d_w.baddbmm_(d_pairs.mT, x)
+
+
+def _add_strict_pairs(
+    d_pairs: Tensor, x: Tensor, w: Tensor, g: Any, between: Any, before: bool, d_x: Any, d_w: Any, d_g: Any
+) -> None:
+    """`_add_pairs` for `_strict_pairs`; what `d_pairs` holds on the diagonal and above it is not read."""
+    d_pairs = d_pairs.tril_(-1)
+    if not before:
+        _add_pairs(d_pairs, x, w, g, between, d_x, d_w, d_g)
+        return
+    d_up: Any = None if d_x is None else torch.zeros_like(d_x)
+    _add_pairs(_up(d_pairs), _up(x), w, g, between, d_up, d_w, d_g)
+    if d_x is not None:
+        d_x += _down(d_up)
 
 
 def _state_pass_backward(

@@ -11,21 +11,29 @@ def delta_rule_step_torch(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    beta: Tensor,
     state: Tensor,
+    beta: Tensor | None = None,
     *,
     write_key: Tensor | None = None,
+    value_key: Tensor | None = None,
     g: Tensor | None = None,
+    read_before_decay: bool = False,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """`delta_rule_step` in torch: differentiable, in the state's precision."""
-    dtype = state.dtype
-    q, k, value, beta = q.to(dtype), k.to(dtype), v.to(dtype), beta.to(dtype)
+    dtype, before = state.dtype, state
+    q, k, value = q.to(dtype), k.to(dtype), v.to(dtype)
     if g is not None:
-        state = state * g.to(dtype).exp()[..., None, None]
-    write = beta[..., None] * (k if write_key is None else write_key.to(dtype))  # [B, H, K]
-    read = (state * k[..., None]).sum(-2)  # [B, H, V]
-    state = state + write[..., None] * (value - read)[..., None, :]
+        decay = g.to(dtype).exp()
+        state = state * (decay[..., None, None] if g.dim() == 2 else decay[..., None])
+    write = k if write_key is None else write_key.to(dtype)  # [B, H, K]
+    if beta is not None:
+        write = beta.to(dtype)[..., None] * write
+    read = ((before if read_before_decay else state) * k[..., None]).sum(-2)  # [B, H, V]
+    if value_key is None:
+        state = state + write[..., None] * (value - read)[..., None, :]
+    else:
+        state = state - write[..., None] * read[..., None, :] + value_key.to(dtype)[..., None] * value[..., None, :]
     o = scale * (state * q[..., None]).sum(-2)
     return o.to(v.dtype), state
 
@@ -34,10 +42,12 @@ def delta_rule_reference(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    beta: Tensor,
+    beta: Tensor | None,
     *,
     write_key: Tensor | None,
+    value_key: Tensor | None,
     g: Tensor | None,
+    read_before_decay: bool,
     scale: float,
     initial_state: Tensor | None,
     output_final_state: bool,
@@ -51,14 +61,25 @@ def delta_rule_reference(
     def recurrence(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
         outputs = []
         for t in range(sequences[0].shape[1]):
-            q_t, k_t, v_t, beta_t, write_key_t, g_t = token(sequences, t)
-            o_t, state = delta_rule_step_torch(q_t, k_t, v_t, beta_t, state, write_key=write_key_t, g=g_t, scale=scale)
-            outputs.append(o_t)
+            q_t, k_t, v_t, beta_t, write, added, gate = token(sequences, t)
+            o, state = delta_rule_step_torch(
+                q_t,
+                k_t,
+                v_t,
+                state,
+                beta_t,
+                write_key=write,
+                value_key=added,
+                g=gate,
+                read_before_decay=read_before_decay,
+                scale=scale,
+            )
+            outputs.append(o)
         return torch.stack(outputs, dim=1), state
 
     return run_recurrence(
         recurrence,
-        (q, k, v, beta, write_key, g),
+        (q, k, v, beta, write_key, value_key, g),
         initial_state,
         (*k.shape[2:], v.shape[3]),
         output_dtype=v.dtype,

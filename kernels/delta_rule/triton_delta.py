@@ -870,10 +870,12 @@ def delta_rule_triton(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    beta: Tensor,
+    beta: Tensor | None,
     *,
     write_key: Tensor | None,
+    value_key: None,
     g: Tensor | None,
+    read_before_decay: bool,
     scale: float,
     initial_state: Tensor | None,
     output_final_state: bool,
@@ -887,6 +889,7 @@ def delta_rule_triton(
     Products are of float16 numbers where the values, and so the output, are of half precision. Keys and queries that
     come in float32 beside them, from a norm, keep their gradients in float32.
     """
+    beta = torch.ones_like(v[..., 0]) if beta is None else beta
     tensors = (q, k, v, beta, write_key, g, initial_state)
     differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(k.device)

@@ -25,10 +25,11 @@ def write_and_read(memory, read_key, write, value, query):
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def _step(
-    q, k, v, beta, write_key, g, state, output, after, scale, H,
-    q_row, q_head, k_row, k_head, v_row, v_head, beta_row, beta_head, write_key_row, write_key_head, g_row, g_head,
-    K: tl.constexpr, V: tl.constexpr, OWN_WRITE_KEY: tl.constexpr, GATED: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    q, k, v, beta, write_key, value_key, g, state, output, after, scale, H,
+    q_row, q_head, k_row, k_head, v_row, v_head, beta_row, beta_head, write_key_row, write_key_head,
+    value_key_row, value_key_head, g_row, g_head,
+    K: tl.constexpr, V: tl.constexpr, HAS_BETA: tl.constexpr, OWN_WRITE_KEY: tl.constexpr, ADDED: tl.constexpr,
+    GATE: tl.constexpr, READ_BEFORE_DECAY: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     n, row, head, block = place(H, V, BLOCK_V)
     column = block * BLOCK_V
@@ -39,11 +40,22 @@ def _step(
     write = key
     if OWN_WRITE_KEY:
         write = load_vector(write_key + row * write_key_row + head * write_key_head, 0, K, BLOCK_K)
-    write *= tl.load(beta + row * beta_row + head * beta_head).to(tl.float32)
-    if GATED:
-        memory *= tl.exp(tl.load(g + row * g_row + head * g_head).to(tl.float32))
-
-    memory, o = write_and_read(memory, key, write, value, query)
+    if HAS_BETA:
+        write *= tl.load(beta + row * beta_row + head * beta_head).to(tl.float32)
+    found = tl.sum(memory * key[:, None], 0)
+    if GATE != "":
+        if GATE == "channel":
+            memory *= tl.exp(load_vector(g + row * g_row + head * g_head, 0, K, BLOCK_K))[:, None]
+        else:
+            memory *= tl.exp(tl.load(g + row * g_row + head * g_head).to(tl.float32))
+        if not READ_BEFORE_DECAY:
+            found = tl.sum(memory * key[:, None], 0)
+    if ADDED:
+        added = load_vector(value_key + row * value_key_row + head * value_key_head, 0, K, BLOCK_K)
+        memory += added[:, None] * value[None, :] - write[:, None] * found[None, :]
+    else:
+        memory += write[:, None] * (value - found)[None, :]
+    o = tl.sum(memory * query[:, None], 0)
     store_block(after + n * K * V, 0, column, memory, K, V, BLOCK_K, BLOCK_V)
     store_vector(output + n * V, column, scale * o, V, BLOCK_V)
 
@@ -53,29 +65,35 @@ def delta_rule_step(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    beta: Tensor,
+    beta: Tensor | None,
     state: Tensor,
     write_key: Tensor | None,
+    value_key: Tensor | None,
     g: Tensor | None,
+    read_before_decay: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Returns o [B, H, V] in v's dtype and the next state [B, H, K, V] in float32."""
     q, k, v, state = channels_adjacent(q), channels_adjacent(k), channels_adjacent(v), state.contiguous()
-    write_key = None if write_key is None else channels_adjacent(write_key)
+    write_key, value_key = (None if x is None else channels_adjacent(x) for x in (write_key, value_key))
+    gate = "" if g is None else "head" if g.dim() == 2 else "channel"
+    if g is not None and gate == "channel":
+        g = channels_adjacent(g)
     batch, heads, key_dim, value_dim = state.shape
     output, after = v.new_empty(v.shape), torch.empty_like(state)
     tile = column_tile(key_dim, value_dim)
     find_launch(
         _step, q.device, batch * heads * cdiv(value_dim, tile.columns),
-        (scale, heads, *strides(q), *strides(k), *strides(v), *strides(beta), *strides(write_key), *strides(g)),
-        K=key_dim, V=value_dim, OWN_WRITE_KEY=write_key is not None, GATED=g is not None, BLOCK_K=tile.rows,
+        (scale, heads, *(part for x in (q, k, v, beta, write_key, value_key, g) for part in strides(x))),
+        K=key_dim, V=value_dim, HAS_BETA=beta is not None, OWN_WRITE_KEY=write_key is not None,
+        ADDED=value_key is not None, GATE=gate, READ_BEFORE_DECAY=read_before_decay, BLOCK_K=tile.rows,
         BLOCK_V=tile.columns, **launch_options(tile.warps),
-    )(q, k, v, beta, write_key, g, state, output, after)  # fmt: skip
+    )(q, k, v, beta, write_key, value_key, g, state, output, after)  # fmt: skip
     return output, after
 
 
 @delta_rule_step.register_fake
-def _(q, k, v, beta, state, write_key, g, scale):
+def _(q, k, v, beta, state, write_key, value_key, g, read_before_decay, scale):
     return v.new_empty(v.shape), state.new_empty(state.shape)
 
 
@@ -83,12 +101,14 @@ def delta_rule_step_triton(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    beta: Tensor,
     state: Tensor,
+    beta: Tensor | None,
     *,
     write_key: Tensor | None,
+    value_key: Tensor | None,
     g: Tensor | None,
+    read_before_decay: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """`delta_rule_step` in one Triton kernel."""
-    return delta_rule_step(q, k, v, beta, state, write_key, g, float(scale))
+    return delta_rule_step(q, k, v, beta, state, write_key, value_key, g, read_before_decay, float(scale))

@@ -38,7 +38,7 @@ def variational_linear_attention_step_torch(
     period = None if u is None else refresh_period
     alpha, (A, steps) = recursive_least_squares_step_torch(read, u, (A, steps), refresh_period=period, refresh=refresh)
     write = unit(alpha) if normalize_alpha else alpha
-    o, S = delta_rule_step_torch(query, read, value, torch.ones_like(read[..., 0]), S, write_key=write)
+    o, S = delta_rule_step_torch(query, read, value, S, write_key=write)
     if normalizer:
         o = o / (z * query).sum(-1, keepdim=True).clamp_min(eps)
     return o.to(v.dtype), (S, A, z, steps)

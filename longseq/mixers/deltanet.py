@@ -17,7 +17,7 @@ from longseq.blocks.precision import at_least_float32
 from longseq.kernels import delta_rule, delta_rule_step, head_features
 from longseq.kernels.head_features import check_features
 from longseq.kernels.packing import Packing
-from longseq.kernels.reading import Reverse
+from longseq.kernels.reading import Reverse, halves
 from longseq.mixers.base import Device, Mixer, memory_dtype, required
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.measures import mean_norm, saturation, token_mean
@@ -47,9 +47,13 @@ class DeltaMixer(Mixer[DeltaState]):
         num_heads, key_dim: heads of keys, and K.
         num_value_heads, value_dim: heads of values, and V.
         mixed_width: C, the channels that the convolution reads.
+        negative_eigenvalues: β in (0, 2).
+        steps: the number of writes of a token.
+        fused_features: q, k, v and β are those of `convolved_features`; False: `_features` makes others.
     """
 
     operations: ClassVar[tuple[str, ...]] = ("convolved_features", "delta_rule")
+    fused_features: ClassVar[bool] = True
     reads_backwards: ClassVar[bool] = True
     reads_pairs: ClassVar[bool] = True
     revision = 2  # the first had no 1/√K
@@ -61,6 +65,8 @@ class DeltaMixer(Mixer[DeltaState]):
     mixed_width: int
     convolution: ShortConvolution | None
     norm: RMSNorm
+    negative_eigenvalues: bool = False
+    steps: int = 1
 
     def __init__(self, d_model: int, *, feature_map: str, key_norm: str, backend: str) -> None:
         super().__init__(d_model, backend=backend)
@@ -85,7 +91,7 @@ class DeltaMixer(Mixer[DeltaState]):
         mixed, rate, gate = self._split(projected)
         options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "mask": mask, "reverse": reverse}
         options["output_final_state"] = output_final_state
-        if self.convolution is not None and is_replaceable(self.convolution, ShortConvolution):
+        if self.fused_features and self.convolution is not None and is_replaceable(self.convolution, ShortConvolution):
             features, convolution = self.convolution.features(mixed, convolution, **options, **self._options)
             features = self._share(features, self._split_logits(mixed)[1])
         else:
@@ -94,36 +100,37 @@ class DeltaMixer(Mixer[DeltaState]):
                 inputs, convolution = self.convolution(inputs, convolution, **options)
             features = self._features(inputs, logits)
         g = self._log_decay(rate)
-        o, memory = self._recur(features, g, memory, cu_seqlens, mask, reverse, output_final_state)
-        y = self._gate(self.norm(o).flatten(-2), gate)
-        return y, DeltaState(convolution, required(memory)) if output_final_state else None
+        call = self._write(features, rate, g)
+        o, memory = self._recur(call, g, memory, cu_seqlens, mask, reverse, output_final_state)
+        return self._read_out(o, gate), DeltaState(convolution, required(memory)) if output_final_state else None
 
     def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         mixed, rate, gate = self._split(projected)
-        if self.convolution is None:
-            inputs, logits = self._split_logits(mixed)
-            features = self._features(repeat_rows(inputs), logits)
-        else:
+        inputs, logits = self._split_logits(mixed)
+        if self.fused_features and self.convolution is not None:
             features = self.convolution.features_pair(required(backward.convolution), mixed, mask=mask, **self._options)
-            features = self._share(features, self._split_logits(mixed)[1])
+            features = self._share(features, logits)
+        else:
+            ahead = behind = inputs
+            if self.convolution is not None:
+                ahead, behind = halves(self.convolution.convolve_pair(required(backward.convolution), inputs, mask))
+            both = zip(self._features(ahead, logits), backward._features(behind, logits), strict=True)
+            features = tuple(map(torch.cat, both))
         g = self._log_decay_pair(backward, rate)
-        o, _ = self._recur(features, g, None, None, repeat_rows(mask), "second_half")
-        return self._gate(self.norm.norm_pair(backward.norm, o).flatten(-2), gate)
+        o, _ = self._recur(self._write(features, rate, g), g, None, None, repeat_rows(mask), "second_half")
+        return self._read_out_pair(backward, o, gate)
 
     def _recur(
-        self, features: tuple[Tensor, ...], g: Tensor | None, memory: Tensor | None,
+        self, call: dict[str, Any], g: Tensor | None, memory: Tensor | None,
         cu_seqlens: Tensor | Packing | None, mask: Tensor | None, reverse: Reverse, keep: bool = False,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """Run the recurrence over q, k, v and β; returns the outputs `[B, T, H, V]` and the last memory."""
-        q, k, v, beta = features
-        gates = [beta] if g is None else [beta, g.exp()]
-        self.observe("gate_saturation", lambda: saturation(torch.stack(gates, dim=-1), mask))
-        beta = self._scale(beta)
-        self.observe("key_write_norm", lambda: token_mean(beta * at_least_float32(k).square().sum(-1), mask))
+        """Run the recurrence over the arguments of `_write`; returns the outputs `[B, T, H, V]` and the last memory."""
+        self._observe_write(call, g, mask)
         if mask is not None:
-            beta, g = beta * mask.unsqueeze(-1), None if g is None else g * mask.unsqueeze(-1)
+            erased = "beta" if "beta" in call else "write_key"
+            call[erased], g = _hide(call[erased], mask), None if g is None else _hide(g, mask)
         options = self.call_options(keep, cu_seqlens, reverse)
-        o, memory = delta_rule(q, k, v, beta, g=g, scale=self.key_dim**-0.5, initial_state=memory, **options)
+        o, memory = delta_rule(**call, g=g, scale=self.key_dim**-0.5, initial_state=memory, **options)
         self.observe("state_norm", lambda: mean_norm(memory))
         return o, memory
 
@@ -133,10 +140,9 @@ class DeltaMixer(Mixer[DeltaState]):
         inputs, logits = self._split_logits(mixed)
         if self.convolution is not None:
             inputs, convolution = self.convolution.step(inputs, required(convolution))
-        q, k, v, beta = self._features(inputs, logits)
-        scale, g = self.key_dim**-0.5, self._log_decay(rate)
-        o, memory = delta_rule_step(q, k, v, self._scale(beta), memory, g=g, scale=scale, backend=self.step_backend)
-        return self._gate(self.norm(o).flatten(-2), gate), DeltaState(convolution, memory)
+        g = self._log_decay(rate)
+        o, memory = self._recur_step(self._write(self._features(inputs, logits), rate, g), g, memory)
+        return self._read_out(o, gate), DeltaState(convolution, memory)
 
     def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> DeltaState:
         dtype = memory_dtype(dtype)
@@ -150,7 +156,7 @@ class DeltaMixer(Mixer[DeltaState]):
 
     def _split_logits(self, mixed: Tensor) -> tuple[Tensor, Tensor]:
         """The inputs of the convolution `[..., C]`, and W_β x `[..., H]`."""
-        widths = [self.mixed_width, self.num_value_heads]
+        widths = [self.mixed_width, self.num_value_heads * self.steps]
         inputs, logits, _ = mixed.split([*widths, mixed.shape[-1] - sum(widths)], dim=-1)
         return inputs, logits
 
@@ -180,19 +186,48 @@ class DeltaMixer(Mixer[DeltaState]):
         v = v.unflatten(-1, (times, -1)).flatten(-3, -2)
         return q, k, v, beta if beta.shape[0] == v.shape[0] else repeat_rows(beta)
 
-    def _scale(self, beta: Tensor) -> Tensor:
-        return beta
+    def _recur_step(self, call: dict[str, Any], g: Tensor | None, memory: Tensor) -> tuple[Tensor, Tensor]:
+        return delta_rule_step(**call, state=memory, g=g, scale=self.key_dim**-0.5, backend=self.step_backend)
+
+    def _write(self, features: tuple[Tensor, ...], rate: Any, g: Tensor | None) -> dict[str, Any]:
+        """The arguments of `delta_rule` from q, k, v and β."""
+        q, k, v, beta = features
+        return {"q": q, "k": k, "v": v, "beta": 2 * beta if self.negative_eigenvalues else beta}
+
+    def _observe_write(self, call: dict[str, Any], g: Tensor | None, mask: Tensor | None) -> None:
+        k, beta = at_least_float32(call["k"]), call.get("beta")
+        if beta is not None:
+            highest = 2 if self.negative_eigenvalues else 1
+            gates = [beta / highest] if g is None else [beta / highest, g.exp()]
+            self.observe("gate_saturation", lambda: torch.stack([saturation(x, mask) for x in gates]).mean())
+        written = k * call.get("write_key", k)
+        self.observe(
+            "key_write_norm", lambda: token_mean(written.sum(-1) if beta is None else beta * written.sum(-1), mask)
+        )
 
     def _log_decay(self, rate: Any) -> Tensor | None:
-        """g `[..., H]`, or None."""
+        """g `[..., H]` or `[..., H, K]`; None without a decay."""
         return None
 
     def _log_decay_pair(self, backward: Self, rate: Any) -> Tensor | None:
-        """g `[2 B, T, H]` for this mixer and `backward`, or None."""
-        return None
+        """g of this mixer and of `backward`, one after the other: 2 B rows."""
+        g = self._log_decay(rate)
+        return None if g is None else torch.cat((g, g if backward is self else required(backward._log_decay(rate))))
+
+    def _read_out(self, o: Tensor, gate: Any) -> Tensor:
+        return self._gate(self.norm(o).flatten(-2), gate)
+
+    def _read_out_pair(self, backward: Self, o: Tensor, gate: Any) -> Tensor:
+        """The sum of both mixers' outputs, from o `[2 B, T, H, V]`."""
+        return self._gate(self.norm.norm_pair(backward.norm, o).flatten(-2), gate)
 
     def _gate(self, y: Tensor, gate: Any) -> Tensor:
         return y
+
+
+def _hide(x: Tensor, mask: Tensor) -> Tensor:
+    """x `[B, T, ...]` with zeros at padding."""
+    return x * mask.view(mask.shape + (1,) * (x.dim() - 2))
 
 
 @register("deltanet")
@@ -242,9 +277,6 @@ class DeltaNet(DeltaMixer):
         self.convolution = ShortConvolution.of_width(self.mixed_width, convolution_width, backend)
         self.norm = RMSNorm(self.head_dim, eps=norm_eps, backend=backend)
         self.out_proj = nn.Linear(d_model, d_model, bias=False)
-
-    def _scale(self, beta: Tensor) -> Tensor:
-        return 2 * beta if self.negative_eigenvalues else beta
 
     def scan_flops(self, tokens: int) -> int:
         # Reading at the key, writing there and reading at the query take 2 K V each.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 from typing_extensions import Self
@@ -38,6 +40,7 @@ class GatedDeltaNet(DeltaMixer):
         expand_v: channels of a head's values relative to those of its keys.
         convolution_width, feature_map, key_norm: as in `DeltaNet`.
         output_gate: multiply by SiLU(W_g x); without it the layer has no W_g (an ablation of the paper).
+        negative_eigenvalues: as in `DeltaNet`.
         dt_min, dt_max: range of the initial step sizes softplus(dt_bias).
 
     Source: Gated Delta Networks: Improving Mamba2 with Delta Rule (Yang, Kautz and Hatamizadeh, 2024), equation 10 and
@@ -45,7 +48,7 @@ class GatedDeltaNet(DeltaMixer):
     """
 
     paper = "Gated DeltaNet (arXiv:2412.06464), section 3.4"
-    no_weight_decay_names = ("A_log", "dt_bias")
+    no_weight_decay_names: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")
 
     def __init__(
         self,
@@ -60,6 +63,7 @@ class GatedDeltaNet(DeltaMixer):
         feature_map: str = "silu",
         key_norm: str = "l2",
         output_gate: bool = True,
+        negative_eigenvalues: bool = False,
         dt_min: float = 0.001,
         dt_max: float = 0.1,
         norm_eps: float = 1e-5,
@@ -74,12 +78,13 @@ class GatedDeltaNet(DeltaMixer):
         self.num_value_heads = self.num_heads if num_value_heads is None else num_value_heads
         self.value_width = self.num_value_heads * self.value_dim
         self.output_gate = output_gate
+        self.negative_eigenvalues = negative_eigenvalues
         self.dt_min = dt_min
         self.dt_max = dt_max
-        self.mixed_width = 2 * self.key_width + self.value_width
+        self.mixed_width = (1 + self.steps) * self.key_width + self.steps * self.value_width
         # the inputs of the features, the logits of the decay, the output gate
         heads = self.num_value_heads
-        self.widths = [self.mixed_width + heads, heads, self.value_width if output_gate else 0]
+        self.widths = [self.mixed_width + self.steps * heads, heads, self.value_width if output_gate else 0]
         self.in_proj = AlignedLinear(d_model, sum(self.widths), bias=False)
         self.convolution = ShortConvolution.of_width(self.mixed_width, convolution_width, backend)
         self.A_log = nn.Parameter(torch.empty(heads))

@@ -57,7 +57,7 @@ class LonghornExact(SelectiveMixer):
         x = x.unflatten(-1, (self.num_heads, self.head_dim))
         strength = self._strength(key, rate)
         query, key = self._to_heads(query), self._to_heads(key)
-        y, memory = delta_rule_step(query, key, x, strength, memory, backend=self.step_backend)
+        y, memory = delta_rule_step(query, key, x, memory, strength, backend=self.step_backend)
         return y.flatten(-2), memory
 
     @property

@@ -9,7 +9,7 @@ from longseq.kernels import list_ops
 from longseq.tools.export import onnx_file
 
 # the variants that lead to graphs of their own
-GRAPHS = ("plain", "gated", "head_gated", "channel_gated", "value_gated", "write")
+GRAPHS = ("plain", "gated", "head_gated", "channel_gated", "value_gated", "write", "channel_added_before")
 CASES = [(op, variant) for op in list_ops() for variant in list_variants(op) if variant in GRAPHS]
 # Of a fixed length, the loop over chunks is unrolled. Slot attention is linear attention with gates of value channels,
 # then with gates of channels: it shows both in files of any length.
@@ -24,7 +24,12 @@ IN_OTHERS = [
 # Slot attention is two linear attentions, whose ONNX graphs are tested.
 CONTAINED = [("slot_attention", "write")]
 # The graph of a chunk has parts for each of its halves: chunks are small where others here have the default size.
-SMALL_CHUNKS = [*FIXED, ("delta_rule", "gated"), ("variational_linear_attention", "plain")]
+SMALL_CHUNKS = [
+    *FIXED,
+    ("delta_rule", "gated"),
+    ("delta_rule", "channel_added_before"),
+    ("variational_linear_attention", "plain"),
+]
 SIZES = [(1, 1), (3, 64), (2, 70), (1, 129)]
 
 

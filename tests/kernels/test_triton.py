@@ -9,7 +9,17 @@ from unittest import mock
 
 import pytest
 import torch
-from kernel_inputs import Inputs, assert_accurate, error, gradients, list_variants, make_inputs, results, takes
+from kernel_inputs import (
+    WITHOUT_KERNELS,
+    Inputs,
+    assert_accurate,
+    error,
+    gradients,
+    list_variants,
+    make_inputs,
+    results,
+    takes,
+)
 
 from longseq.kernels import delta_rule, linear_attention, list_ops, recursive_least_squares, short_convolution
 from longseq.kernels.accuracy import Bar
@@ -17,7 +27,7 @@ from longseq.kernels.dispatch import backends
 from longseq.kernels.packing import Packing
 
 TRITON_OPS = [op for op in list_ops() if any(backend.name == "triton" for backend in backends(op))]
-CASES = [(op, variant) for op in TRITON_OPS for variant in list_variants(op)]
+CASES = [case for op in TRITON_OPS for variant in list_variants(op) if (case := (op, variant)) not in WITHOUT_KERNELS]
 
 
 def assert_as_accurate_as_torch(inputs, exact, device="cpu", **options):

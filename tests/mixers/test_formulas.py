@@ -101,8 +101,76 @@ def gated_deltanet(p: Weights, x: Tensor, o: Options) -> Tensor:
     S, y = zeros(H, keys // H, values // H), []
     for t in range(TOKENS):
         S = decay[t, :, None, None] * S
-        S = S + outer(sigmoid(beta[t]).unsqueeze(-1) * k[t], v[t] - read(S, k[t]))
+        strength = (2 if o.get("negative_eigenvalues") else 1) * sigmoid(beta[t]).unsqueeze(-1)
+        S = S + outer(strength * k[t], v[t] - read(S, k[t]))
         y.append(normed(p, read(S, q[t]) / math.sqrt(keys // H), o).flatten() * (silu(gate[t]) if gated else 1))
+    return torch.stack(y)
+
+
+def unit(x: Tensor) -> Tensor:
+    return x / ((x**2).sum(-1, keepdim=True) + 1e-6).sqrt()
+
+
+def comba(p: Weights, x: Tensor, o: Options) -> Tensor:
+    H, keys = o.get("num_heads", 1), int(0.75 * D_MODEL)
+    mixed, beta, rate, gate = cut(project(p, "in_proj", x), 4 * keys, H, H, 2 * keys)
+    q, k, v = heads(H, *cut(silu(convolve(mixed, p["convolution.weight"])), keys, keys, 2 * keys))
+    share = sigmoid(p["decay"]).unsqueeze(-1)
+    q = unit(q - p["D"].unsqueeze(-1) * share * k)
+    erase = unit(share * k) if o.get("normalize_p", True) else share * unit(k)
+    decay = (-p["A_log"].exp() * softplus(rate + p["dt_bias"])).exp()
+    strength = sigmoid(beta) * ((1 + decay) if o.get("negative_eigenvalues") else 1)
+    S, y = zeros(H, keys // H, 2 * keys // H), []
+    for t in range(TOKENS):
+        error = v[t] - read(S, erase[t])
+        S = decay[t, :, None, None] * S + outer(strength[t].unsqueeze(-1) * unit(k[t]), error)
+        y.append(normed(p, read(S, q[t]) / math.sqrt(keys // H), o).flatten() * sigmoid(gate[t]))
+    return torch.stack(y)
+
+
+def delta_product(p: Weights, x: Tensor, o: Options) -> Tensor:
+    H, n, keys = o.get("num_heads", 1), o.get("steps", 2), int(0.75 * D_MODEL)
+    mixed, beta, rate, gate = cut(project(p, "in_proj", x), keys + 3 * n * keys, n * H, H, 2 * keys)
+    q, k, v = cut(silu(convolve(mixed, p["convolution.weight"])), keys, n * keys, 2 * n * keys)
+    q, k, v = (part.reshape(TOKENS, -1, H, part.shape[-1] // m // H) for part, m in ((q, 1), (k, n), (v, n)))
+    decay = (-p["A_log"].exp() * softplus(rate + p["dt_bias"])).exp()
+    strength = (2 if o.get("negative_eigenvalues", True) else 1) * sigmoid(beta).view(TOKENS, n, H, 1)
+    S, y = zeros(H, keys // H, 2 * keys // H), []
+    for t in range(TOKENS):
+        S = decay[t, :, None, None] * S
+        for i in range(n):
+            S = S + outer(strength[t, i] * unit(k[t, i]), v[t, i] - read(S, unit(k[t, i])))
+        y.append(normed(p, read(S, unit(q[t, 0])) / math.sqrt(keys // H), o).flatten() * silu(gate[t]))
+    return torch.stack(y)
+
+
+def kda(p: Weights, x: Tensor, o: Options) -> Tensor:
+    return channel_gated_delta_rule(p, x, o, strengths=1)
+
+
+def gdn2(p: Weights, x: Tensor, o: Options) -> Tensor:
+    return channel_gated_delta_rule(p, x, o, strengths=2)
+
+
+def channel_gated_delta_rule(p: Weights, x: Tensor, o: Options, strengths: int) -> Tensor:
+    H = o.get("num_heads", 1)
+    K, most = D_MODEL // H, 2 if o.get("negative_eigenvalues") else 1
+    V = int(o.get("expand_v", 1) * K)
+    widths = [H] if strengths == 1 else [H * K, H * V]
+    full = o.get("output_gate") == "full"
+    mixed, *logits, low, gate = cut(project(p, "in_proj", x), 2 * D_MODEL + H * V, *widths, V, H * V if full else V)
+    q, k, v = delta_features(p, mixed, H, D_MODEL, o)
+    erase, write = (most * sigmoid(logits[0]), sigmoid(logits[-1]) * (most if strengths == 1 else 1))
+    erase, write = erase.view(TOKENS, H, -1), write.view(TOKENS, H, -1)
+    z, slope = (project(p, "decay_proj", low) + p["dt_bias"]).view(TOKENS, H, K), p["A_log"].exp().unsqueeze(-1)
+    bound = o.get("gate_bound")
+    decay = (-slope * softplus(z) if bound is None else bound * sigmoid(slope * z)).exp()
+    gate = sigmoid(gate if full else project(p, "gate_proj", gate) + p["gate_proj.bias"])
+    S, y = zeros(H, K, V), []
+    for t in range(TOKENS):
+        S = decay[t].unsqueeze(-1) * S
+        S = S + outer(k[t], write[t] * v[t] - read(S, erase[t] * k[t]))
+        y.append(normed(p, read(S, q[t]) / math.sqrt(K), o).flatten() * gate[t])
     return torch.stack(y)
 
 
@@ -117,6 +185,33 @@ def gla(p: Weights, x: Tensor, o: Options) -> Tensor:
     for t in range(TOKENS):
         S = kept[t].unsqueeze(-1) * S + outer(k[t], v[t])
         y.append(normed(p, read(S, q[t]) / math.sqrt(keys // H), o).flatten() * (silu(gate[t]) if gates else 1))
+    return torch.stack(y)
+
+
+def mamba3(p: Weights, x: Tensor, o: Options) -> Tensor:
+    P, N, G, inner = o["head_dim"], o["state_size"], o.get("n_groups", 1), o.get("expand", 2) * D_MODEL
+    H = inner // P
+    z, u, b, c, dt, rate, mix, angle = cut(project(p, "in_proj", x), inner, inner, G * N, G * N, H, H, H, N // 4)
+    step, kept, angle = softplus(dt + p["dt_bias"]), sigmoid(mix), torch.tanh(angle)
+    rate = softplus(rate) if o.get("rate") == "softplus" else torch.where(rate < 0, 1 / (1 - rate), 1 + rate)
+    (u,) = heads(H, u)
+    S, phase, y = zeros(H, N, P), zeros(H, N // 4), []
+    last = zeros(H, N), zeros(H, P)
+    for t in range(TOKENS):
+        phase = phase + math.pi * angle[t] * step[t].unsqueeze(-1)
+        sides = []
+        for name, part in (("B", b), ("C", c)):
+            rows = part[t].view(G, N)
+            rows = rows / ((rows**2).mean(-1, keepdim=True) + 1e-5).sqrt() * p[f"{name}_norm.weight"]
+            rows = rows.repeat_interleave(H // G, 0) + p[f"{name}_bias"]
+            pairs = torch.view_as_complex(rows[:, : N // 4 * 2].reshape(H, -1, 2)) * torch.polar(phase / phase, phase)
+            sides.append(torch.cat((torch.view_as_real(pairs).flatten(1), rows[:, N // 4 * 2 :]), 1))
+        key, query = sides
+        size = step[t].view(H, 1, 1)
+        alpha, half = (-rate[t].clamp(min=1e-4) * step[t]).exp().view(H, 1, 1), kept[t].view(H, 1, 1)
+        S = alpha * S + (1 - half) * size * alpha * outer(*last) + half * size * outer(key, u[t])
+        last = key, u[t]
+        y.append((read(S, query) + p["D"].unsqueeze(-1) * u[t]).flatten() * silu(z[t]))
     return torch.stack(y)
 
 
@@ -413,13 +508,18 @@ SLOTS: list[Options] = [
 SCANS: list[Options] = [{}, {"state_size": 3, "rate_rank": 2}, {"expand": 3, "convolution_width": 2}]
 CASES: dict[Layer, list[Options]] = {
     abc: [{}, *SLOTS, {"num_slots": 3, "renormalize": False}],
+    comba: [{}, {"num_heads": 2}, {"negative_eigenvalues": True, "normalize_p": False}],
+    delta_product: [{}, {"num_heads": 2, "steps": 3}, {"steps": 1, "negative_eigenvalues": False}],
     deltanet: [{}, *ONE_KEY, {"num_heads": 2}, {"negative_eigenvalues": True}, {"norm_eps": 1.0}],
     gated_deltanet: [{}, *ONE_KEY, {"num_heads": 2}, {"expand_k": 0.5, "expand_v": 1.0}, {"output_gate": False},
-                     {"norm_eps": 1.0}],
+                     {"norm_eps": 1.0}, {"negative_eigenvalues": True}],
+    gdn2: [{}, {"num_heads": 2, "expand_v": 2.0}, {"gate_bound": -5.0, "negative_eigenvalues": True}],
     gla: [{}, {"num_heads": 2, "expand_k": 1.0, "expand_v": 2.0}, {"gate_rank": 3, "gate_temperature": 1.0},
           {"norm_eps": 1.0}, {"feature_map": "relu", "output_gate": False}],
     gsa: [{}, *SLOTS, {"num_slots": 3, "data_dependent_gate": False}, {"num_slots": 3, "gate_temperature": 2.0}],
     hgrn2: [{}, {"num_heads": 2, "lower_bound": 0.3}, {"norm_eps": 1.0}],
+    kda: [{}, {"num_heads": 2, "expand_v": 2.0}, {"gate_bound": -5.0, "output_gate": "full"},
+          {"negative_eigenvalues": True, "convolution_width": 0}],
     lattice: [{}, {"num_heads": 2, "num_slots": 3}, {"objective": "encode"}, {"objective": "similarity"},
               {"forget_gate": False}, {"normalize": False}, {"normalize": False, "objective": "encode"},
               {"normalize": False, "objective": "similarity"}, {"normalize_key": True}, {"sparsity": 0.1},
@@ -430,6 +530,8 @@ CASES: dict[Layer, list[Options]] = {
     mamba: SCANS,
     mamba2: [{"head_dim": 16}, {"head_dim": 4, "state_size": 3}, {"head_dim": 4, "state_size": 3, "n_groups": 2},
              {"head_dim": 8, "expand": 3, "convolution_width": 2}, {"head_dim": 16, "norm_eps": 1.0}],
+    mamba3: [{"head_dim": 16, "state_size": 8}, {"head_dim": 4, "state_size": 12, "n_groups": 2},
+             {"head_dim": 8, "expand": 3, "state_size": 8, "rate": "softplus"}],
     retnet: [{}, {"num_heads": 2}, {"expand_v": 1.0, "rotary_base": 10.0}, {"norm_eps": 1.0},
              {"feature_map": "relu", "output_gate": False}],
     rg_lru: [{}, {"num_heads": 2}, {"width": 32, "num_heads": 4}, {"convolution_width": 2}],

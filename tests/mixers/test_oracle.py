@@ -295,6 +295,60 @@ def fla_gated_deltanet(monkeypatch: pytest.MonkeyPatch) -> Oracle:
     return Oracle(mixers.create("gated_deltanet", D_MODEL, num_heads=2), peer, convert, _run_fla)
 
 
+def _delta_family(p: Weights, *names: str, **own: str) -> Weights:
+    """The weights of a layer of fla's delta family; `own` names those that ours calls otherwise."""
+    return {
+        **_projections(p, "q_proj", "k_proj", "v_proj", *names),
+        **{"convolution.weight": _taps(p), "norm.weight": p["o_norm.weight"]},
+        **{name: p[name] for name in ("A_log", "dt_bias")},
+        **{name: p[theirs] for name, theirs in own.items()},
+    }
+
+
+LOW_RANK = {
+    "decay_proj.weight": "f_proj.1.weight",
+    "gate_proj.weight": "g_proj.1.weight",
+    "gate_proj.bias": "g_proj.1.bias",
+}
+
+
+@oracle
+def fla_kda(monkeypatch: pytest.MonkeyPatch) -> Oracle:
+    fla = Fla(monkeypatch)
+    fla.recur_kda()
+    peer = fla.layer(D_MODEL, "kda", "KimiDeltaAttention", num_heads=2, head_dim=16)
+    ours = mixers.create("kda", D_MODEL, num_heads=2)
+    return Oracle(ours, peer, lambda p: _delta_family(p, "b_proj", "f_proj.0", "g_proj.0", **LOW_RANK), _run_fla)
+
+
+@oracle
+def fla_gdn2(monkeypatch: pytest.MonkeyPatch) -> Oracle:
+    fla = Fla(monkeypatch)
+    fla.recur_gdn2()
+    names = ("b_proj", "w_proj", "f_proj.0", "g_proj.0")
+    peer = fla.layer(D_MODEL, "gdn2", "GatedDeltaNet2", num_heads=2, head_dim=16)
+    ours = mixers.create("gdn2", D_MODEL, num_heads=2)
+    return Oracle(ours, peer, lambda p: _delta_family(p, *names, **LOW_RANK), _run_fla)
+
+
+@oracle
+def fla_comba(monkeypatch: pytest.MonkeyPatch) -> Oracle:
+    fla = Fla(monkeypatch)
+    fla.recur_comba()
+    peer = fla.layer(D_MODEL, "comba", "Comba", num_heads=2, head_dim=12)
+    ours, names = mixers.create("comba", D_MODEL, num_heads=2), ("b_proj", "a_proj", "g_proj")
+    return Oracle(ours, peer, lambda p: _delta_family(p, *names, decay="decay", D="D"), _run_fla)
+
+
+@oracle
+def fla_delta_product(monkeypatch: pytest.MonkeyPatch) -> Oracle:
+    fla = Fla(monkeypatch)
+    fla.recur_delta_product()
+    peer = fla.layer(D_MODEL, "gated_deltaproduct", "GatedDeltaProduct", num_heads=2, head_dim=12)
+    ours = mixers.create("delta_product", D_MODEL, num_heads=2)
+    return Oracle(ours, peer, lambda p: _delta_family(p, "b_proj", "a_proj", "g_proj"), _run_fla)
+
+
 @oracle
 def fla_gla(monkeypatch: pytest.MonkeyPatch) -> Oracle:
     fla = Fla(monkeypatch)

@@ -39,7 +39,10 @@ class Fla:
         monkeypatch.setattr(
             modules.FusedRMSNormGated,
             "forward",
-            lambda m, x, g: norms.rms_norm_ref(x, m.weight, m.bias, eps=m.eps) * functional.silu(g),
+            lambda m, x, g: (
+                norms.rms_norm_ref(x, m.weight, m.bias, eps=m.eps)
+                * (g.sigmoid() if m.activation == "sigmoid" else functional.silu(g))
+            ),
         )
         monkeypatch.setattr(
             modules.GroupNorm,
@@ -93,6 +96,43 @@ class Fla:
         self.recur_by("gated_deltanet", kernels, recurrence)
         layer = load("fla.layers.gated_deltanet").GatedDeltaNet
         self.patch.setattr(layer, "_use_fused_qkv_conv", lambda *_, **__: False)
+
+    def recur_kda(self) -> None:
+        reference = load("fla.ops.kda.naive").naive_recurrent_kda
+        gate = load("fla.ops.kda.gate").naive_kda_gate
+
+        def recurrence(
+            q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor, dt_bias: Tensor
+        ) -> tuple[Tensor, Tensor]:
+            return reference(_unit(q), _unit(k), v, gate(g, A_log, dt_bias), beta.sigmoid(), output_final_state=True)
+
+        self.recur_by("kda", ("fused_recurrent_kda", "chunk_kda"), recurrence)
+
+    def recur_gdn2(self) -> None:
+        reference = load("fla.ops.gdn2.naive").naive_recurrent_gdn2
+
+        def recurrence(q: Tensor, k: Tensor, **others: Tensor) -> tuple[Tensor, Tensor]:
+            return reference(_unit(q), _unit(k), **others, output_final_state=True)
+
+        self.recur_by("gdn2", ("fused_recurrent_gdn2", "chunk_gdn2"), recurrence)
+
+    def recur_comba(self) -> None:
+        # The reference by token reads after the decay; the kernels and the reference in chunks read before it.
+        reference = load("fla.ops.comba.naive").naive_chunk_comba
+
+        def recurrence(q: Tensor, k: Tensor, p: Tensor, **others: Tensor) -> tuple[Tensor, Tensor]:
+            return reference(_unit(q), _unit(k), p=_unit(p), **others, output_final_state=True)
+
+        self.recur_by("comba", ("fused_recurrent_comba", "chunk_comba"), recurrence)
+
+    def recur_delta_product(self) -> None:
+        reference = load("fla.ops.gated_delta_product.naive").naive_recurrent_gated_delta_product
+
+        def run(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, num_householder: int, **_: Any) -> Any:
+            q, k = _unit(q), _unit(k)
+            return reference(q, k, v, g, beta, q.shape[-1] ** -0.5, num_householder=num_householder)[0], None
+
+        self.patch.setattr(load("fla.layers.gated_deltaproduct"), "chunk_gated_delta_product", run)
 
     def recur_gla(self, module: str) -> None:
         reference = load("fla.ops.gla.naive").naive_recurrent_gla
