@@ -113,7 +113,9 @@ class LinearModelKeys(Keys):
     label: str = key("TF-IDF", "the name in tables")
     ngrams: Count = key(2, "the most words of an n-gram")
     min_documents: Count = key(2, "n-grams of fewer training documents are left out")
-    inverse_regularization: Annotated[float, Field(gt=0)] = key(10.0, "scikit-learn's C")
+    inverse_regularization: Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=1)] = key(
+        [1.0, 10.0, 100.0], "values of scikit-learn's C; the one with the lowest validation loss is chosen"
+    )
 
 
 @dataclass(frozen=True)

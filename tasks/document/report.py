@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from longseq.tasks.document.config import DocumentInfo, LinearModelKeys
 from longseq.tasks.document.model import fit_linear, read_documents
 from longseq.tasks.training import metrics, targets
 from longseq.tasks.training.class_report import ClassReport
-from longseq.tasks.training.metrics import decide, update_metrics
+from longseq.tasks.training.metrics import choose_thresholds, decide, update_metrics
 
 if TYPE_CHECKING:
     from longseq.tasks.document.module import DocumentTask
@@ -118,8 +118,8 @@ class ScoresByLength(nn.Module):
 class LinearBaseline(Callback):
     """Fits the linear model to the training documents of a run, and measures it on the test documents.
 
-    It reads the documents after truncation; its metrics are `test/linear_accuracy` and so on. A run with more than
-    `most_documents` training documents leaves it out.
+    It reads the documents after truncation, and decides by thresholds as the run does (`task.threshold`); its metrics
+    are `test/linear_accuracy` and so on. A run with more than `most_documents` training documents leaves it out.
     """
 
     def __init__(self, most_documents: int = 50_000) -> None:
@@ -134,26 +134,32 @@ class LinearBaseline(Callback):
             return
         self.documents = data.info.sizes["train"] or 0
         if self.documents <= self.most_documents:
-            model = fit_linear(read_documents(data.split("train")), data.info, LinearModelKeys())
-            self.scores = measure(model, read_documents(data.split("test")), data.info)
+            self.scores = self._measure(data, pl_module)
 
+    @torch.inference_mode()
+    def _measure(self, data: Any, module: Any) -> dict[str, float]:
+        """The metrics of `make_scores` on the test documents, in this process only."""
+        info, criterion, thresholds = data.info, module.threshold, module.thresholds
+        train, validation = (read_documents(data.split(stage)) for stage in ("train", "val"))
+        model = fit_linear(train, validation, info, LinearModelKeys())
 
-@torch.inference_mode()
-def measure(
-    model: LinearTextClassifier, documents: Iterable[tuple[Sequence[int], Any]], info: DocumentInfo
-) -> dict[str, float]:
-    """The metrics of `make_scores` for a linear model on documents (see `fit_linear`), on this process only."""
-    scores = make_scores(info.num_classes, info.multi_label)
-    for metric in scores.values():
-        metric.distributed_available_fn = lambda: False  # other processes do not take part
-    listed = list(documents)
-    for start in range(0, len(listed), 64):
-        part = listed[start : start + 64]
-        logits = model.score([model.read(tokens) for tokens, _ in part]).double()  # see ClassifierModule.rankable
-        given: Tensor = torch.as_tensor(np.asarray([target for _, target in part])).long()
-        probabilities = logits.sigmoid() if info.multi_label else logits.softmax(dim=1)
-        update_metrics(scores, probabilities, decide(probabilities, None, multi_label=info.multi_label), given)
-    return {name: float(metric.compute()) for name, metric in scores.items()}
+        def score(stage: str) -> tuple[Tensor, Tensor]:
+            """The probabilities, in float64 as in `ClassifierModule.rankable`, and the targets of a split."""
+            documents = list(read_documents(data.split(stage)))
+            logits = torch.cat([model.score([model.read(tokens)]) for tokens, _ in documents]).double()
+            given = torch.as_tensor(np.asarray([target for _, target in documents])).long()
+            return logits.sigmoid() if info.multi_label else logits.softmax(dim=1), given
+
+        if isinstance(criterion, str):
+            probabilities, given = score("val")
+            thresholds = choose_thresholds(probabilities.float(), given, criterion, multi_label=info.multi_label)
+        scores = make_scores(info.num_classes, info.multi_label)
+        for metric in scores.values():
+            metric.distributed_available_fn = lambda: False  # other processes do not take part
+        probabilities, given = score("test")
+        decisions = decide(probabilities.float(), thresholds, multi_label=info.multi_label)
+        update_metrics(scores, probabilities, decisions, given)
+        return {name: float(metric.compute()) for name, metric in scores.items()}
 
 
 class DocumentReport(ClassReport):
