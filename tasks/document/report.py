@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_only
-from torch import Tensor, nn
-from torchmetrics import Metric, SumMetric
+from torch import Tensor
+from torchmetrics import Metric
 from torchmetrics.classification import BinaryCalibrationError, MulticlassF1Score
+from torchmetrics.utilities.data import dim_zero_cat
 
 from longseq.backbones.linear_text import LinearTextClassifier
 from longseq.tasks.document.config import DocumentInfo, LinearModelKeys
@@ -23,10 +24,6 @@ from longseq.tasks.training.metrics import choose_thresholds, decide, update_met
 
 if TYPE_CHECKING:
     from longseq.tasks.document.module import DocumentTask
-
-# Upper bounds of the bins by length, in tokens of a document before truncation.
-LENGTHS = (512, 1024, 4096)
-BINS = {**{f"up_to_{length}": f"up to {length:,} tokens" for length in LENGTHS}, "longer": "over 4,096 tokens"}
 
 
 class LabelCalibrationError(BinaryCalibrationError):
@@ -75,43 +72,54 @@ def make_scores(num_classes: int, multi_label: bool) -> dict[str, Metric]:
     return {name: make(num_classes) for name, make in TABLES[multi_label].always.items()}
 
 
-class ScoresByLength(nn.Module):
-    """The metrics of `make_scores` for each bin of lengths; a module, so that they follow the model to its device."""
+def measure(probabilities: Tensor, decisions: Tensor, wanted: Tensor, info: DocumentInfo) -> dict[str, float]:
+    """The metrics of `make_scores` for documents in the memory of this process."""
+    scores = make_scores(info.num_classes, info.multi_label)
+    for metric in scores.values():
+        metric.distributed_available_fn = lambda: False  # other processes do not take part
+    update_metrics(scores, probabilities, decisions, wanted)
+    with warnings.catch_warnings():
+        # Some of the documents may lack a label.
+        warnings.filterwarnings("ignore", ".*Average precision score for one or more classes.*")
+        warnings.filterwarnings("ignore", ".*No positive samples found.*")
+        return {name: float(metric.compute()) for name, metric in scores.items()}
 
-    def __init__(self, num_classes: int, multi_label: bool) -> None:
+
+class ScoresByLength(Metric):
+    """The metrics of `make_scores` for each quarter of the documents by length, from q1 (shortest) to q4 (longest)."""
+
+    full_state_update = False
+
+    def __init__(self, info: DocumentInfo) -> None:
         super().__init__()
-        self.scores = nn.ModuleDict({name: nn.ModuleDict(make_scores(num_classes, multi_label)) for name in BINS})
-        self.counts = nn.ModuleDict({name: SumMetric(nan_strategy="disable") for name in BINS})  # documents
+        self.info = info
+        for name in ("probabilities", "decisions", "wanted", "lengths"):
+            self.add_state(name, [], dist_reduce_fx="cat")
 
-    def update(self, probabilities: Tensor, decisions: Tensor, targets: Tensor, lengths: Tensor) -> None:
+    def update(self, probabilities: Tensor, decisions: Tensor, wanted: Tensor, lengths: Tensor) -> None:
         """Add documents: probabilities `[N, C]`, decisions and targets as in `make_scores`, lengths `[N]` in tokens."""
-        bins = torch.bucketize(lengths, torch.tensor(LENGTHS, device=lengths.device))
-        for number, name in enumerate(BINS):
-            chosen = bins == number
-            self.counts[name].update(chosen.sum())  # type: ignore[operator]
-            update_metrics(self.scores[name], probabilities[chosen], decisions[chosen], targets[chosen])  # type: ignore[arg-type]
+        given = {"probabilities": probabilities, "decisions": decisions, "wanted": wanted, "lengths": lengths}
+        for name, part in given.items():
+            getattr(self, name).append(part)
 
-    def compute(self) -> tuple[dict[str, float], dict[str, int]]:
-        """The metrics, named such as `accuracy_up_to_512`, and the documents of each bin that has some.
+    def compute(self) -> tuple[dict[str, float], dict[str, int], list[int]]:
+        """The metrics, named such as `accuracy_q1`, the documents of each quarter, and the three quartiles in tokens.
 
-        All processes of a run call it together.
+        Equal lengths are in the same quarter, so that a quarter may be empty; it then has no entry.
         """
-        counts = {name: int(count.compute()) for name, count in self.counts.items()}  # type: ignore[operator]
+        states = (self.probabilities, self.decisions, self.wanted, self.lengths)
+        *given, lengths = (dim_zero_cat(one) for one in states)  # type: ignore[arg-type]
+        shares = torch.tensor([0.25, 0.5, 0.75], device=lengths.device)
+        quartiles = lengths.float().quantile(shares, interpolation="lower").to(lengths.dtype)
+        quarters = torch.bucketize(lengths, quartiles)
         found: dict[str, float] = {}
-        with warnings.catch_warnings():
-            # A bin may lack documents of a label, and a process may have no document of a bin.
-            warnings.filterwarnings("ignore", ".*Average precision score for one or more classes.*")
-            warnings.filterwarnings("ignore", ".*No positive samples found.*")
-            warnings.filterwarnings("ignore", "The ``compute`` method of metric .* was called before")
-            for name, scores in self.scores.items():
-                if counts[name]:
-                    found |= {f"{key}_{name}": float(metric.compute()) for key, metric in scores.items()}  # type: ignore[operator, attr-defined]
-        return found, {name: count for name, count in counts.items() if count}
-
-    def reset(self) -> None:
-        for part in self.modules():
-            if isinstance(part, Metric):
-                part.reset()
+        counts: dict[str, int] = {}
+        for number in quarters.unique().tolist():
+            chosen, name = quarters == number, f"q{number + 1}"
+            counts[name] = int(chosen.sum())
+            scores = measure(*(part[chosen] for part in given), self.info)
+            found |= {f"{key}_{name}": value for key, value in scores.items()}
+        return found, counts, quartiles.tolist()
 
 
 @targets.register("callback")
@@ -153,13 +161,9 @@ class LinearBaseline(Callback):
         if isinstance(criterion, str):
             probabilities, given = score("val")
             thresholds = choose_thresholds(probabilities.float(), given, criterion, multi_label=info.multi_label)
-        scores = make_scores(info.num_classes, info.multi_label)
-        for metric in scores.values():
-            metric.distributed_available_fn = lambda: False  # other processes do not take part
         probabilities, given = score("test")
         decisions = decide(probabilities.float(), thresholds, multi_label=info.multi_label)
-        update_metrics(scores, probabilities, decisions, given)
-        return {name: float(metric.compute()) for name, metric in scores.items()}
+        return measure(probabilities, decisions, given, info)
 
 
 class DocumentReport(ClassReport):
@@ -174,6 +178,7 @@ class DocumentReport(ClassReport):
             found |= {f"{split}/linear_{name}": value for name, value in baseline.scores.items()}
         if module.documents_by_length is not None:
             found[f"{split}/documents_by_length"] = dict(module.documents_by_length)
+            found[f"{split}/length_quartiles"] = list(module.length_quartiles)
         return found | super().extras(module, info, split)
 
     def counts(self, module: DocumentTask, info: DocumentInfo, split: str) -> dict[str, int]:
@@ -183,8 +188,13 @@ class DocumentReport(ClassReport):
 
     def rows(self, module: DocumentTask, info: DocumentInfo) -> list[tuple[str, str]]:
         measured, found = module.trainer.callback_metrics, module.documents_by_length or {}
+        quartiles = module.length_quartiles
+        bounds = [*(f"up to {length:,}" for length in quartiles), *(f"over {length:,}" for length in quartiles[2:])]
         rows = [
-            (f"accuracy {BINS[name]}", f"{float(measured[f'test/accuracy_{name}']):.4f} of {count:,} documents")
+            (
+                f"accuracy {bounds[int(name[1]) - 1]} tokens",
+                f"{float(measured[f'test/accuracy_{name}']):.4f} of {count:,} documents",
+            )
             for name, count in found.items()
         ]
         if (baseline := _baseline(module)) is not None:
