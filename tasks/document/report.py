@@ -16,6 +16,7 @@ from torchmetrics.classification import BinaryCalibrationError, MulticlassF1Scor
 from torchmetrics.utilities.data import dim_zero_cat
 
 from longseq.backbones.linear_text import LinearTextClassifier
+from longseq.tasks.config import Criterion
 from longseq.tasks.document.config import DocumentInfo, LinearModelKeys
 from longseq.tasks.document.model import fit_linear, read_documents
 from longseq.tasks.training import metrics, targets
@@ -76,7 +77,7 @@ def measure(probabilities: Tensor, decisions: Tensor, wanted: Tensor, info: Docu
     """The metrics of `make_scores` for documents in the memory of this process."""
     scores = make_scores(info.num_classes, info.multi_label)
     for metric in scores.values():
-        metric.distributed_available_fn = lambda: False  # other processes do not take part
+        metric.to(wanted.device).distributed_available_fn = lambda: False  # other processes do not take part
     update_metrics(scores, probabilities, decisions, wanted)
     with warnings.catch_warnings():
         # Some of the documents may lack a label.
@@ -90,6 +91,11 @@ class ScoresByLength(Metric):
 
     full_state_update = False
 
+    probabilities: list[Tensor]
+    decisions: list[Tensor]
+    wanted: list[Tensor]
+    lengths: list[Tensor]
+
     def __init__(self, info: DocumentInfo) -> None:
         super().__init__()
         self.info = info
@@ -98,17 +104,18 @@ class ScoresByLength(Metric):
 
     def update(self, probabilities: Tensor, decisions: Tensor, wanted: Tensor, lengths: Tensor) -> None:
         """Add documents: probabilities `[N, C]`, decisions and targets as in `make_scores`, lengths `[N]` in tokens."""
-        given = {"probabilities": probabilities, "decisions": decisions, "wanted": wanted, "lengths": lengths}
-        for name, part in given.items():
-            getattr(self, name).append(part)
+        self.probabilities.append(probabilities)
+        self.decisions.append(decisions)
+        self.wanted.append(wanted)
+        self.lengths.append(lengths)
 
     def compute(self) -> tuple[dict[str, float], dict[str, int], list[int]]:
         """The metrics, named such as `accuracy_q1`, the documents of each quarter, and the three quartiles in tokens.
 
         Equal lengths are in the same quarter, so that a quarter may be empty; it then has no entry.
         """
-        states = (self.probabilities, self.decisions, self.wanted, self.lengths)
-        *given, lengths = (dim_zero_cat(one) for one in states)  # type: ignore[arg-type]
+        given = [dim_zero_cat(one) for one in (self.probabilities, self.decisions, self.wanted)]
+        lengths = dim_zero_cat(self.lengths)
         shares = torch.tensor([0.25, 0.5, 0.75], device=lengths.device)
         quartiles = lengths.float().quantile(shares, interpolation="lower").to(lengths.dtype)
         quarters = torch.bucketize(lengths, quartiles)
@@ -117,7 +124,8 @@ class ScoresByLength(Metric):
         for number in quarters.unique().tolist():
             chosen, name = quarters == number, f"q{number + 1}"
             counts[name] = int(chosen.sum())
-            scores = measure(*(part[chosen] for part in given), self.info)
+            probabilities, decisions, wanted = (part[chosen] for part in given)
+            scores = measure(probabilities, decisions, wanted, self.info)
             found |= {f"{key}_{name}": value for key, value in scores.items()}
         return found, counts, quartiles.tolist()
 
@@ -147,7 +155,8 @@ class LinearBaseline(Callback):
     @torch.inference_mode()
     def _measure(self, data: Any, module: Any) -> dict[str, float]:
         """The metrics of `make_scores` on the test documents, in this process only."""
-        info, criterion, thresholds = data.info, module.threshold, module.thresholds
+        info, thresholds = data.info, module.thresholds
+        criterion: Criterion | None = module.threshold if isinstance(module.threshold, str) else None  # type: ignore[assignment]
         train, validation = (read_documents(data.split(stage)) for stage in ("train", "val"))
         model = fit_linear(train, validation, info, LinearModelKeys())
 
@@ -158,7 +167,7 @@ class LinearBaseline(Callback):
             given = torch.as_tensor(np.asarray([target for _, target in documents])).long()
             return logits.sigmoid() if info.multi_label else logits.softmax(dim=1), given
 
-        if isinstance(criterion, str):
+        if criterion is not None:
             probabilities, given = score("val")
             thresholds = choose_thresholds(probabilities.float(), given, criterion, multi_label=info.multi_label)
         probabilities, given = score("test")
