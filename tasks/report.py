@@ -5,7 +5,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -129,13 +129,13 @@ def long_step(description: str) -> Iterator[None]:
 
 
 @contextmanager
-def progress_bar(description: str, total: int, *, done: int = 0, shown: bool = True) -> Iterator[Callable[[int], None]]:
+def progress_bar(description: str, total: int, *, done: int = 0) -> Iterator[Callable[[int], None]]:
     """Show a progress bar on a terminal, elsewhere a line (see `long_step`); yields a function that advances it."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     times = (TimeElapsedColumn(), TimeRemainingColumn())
-    if not (shown and console.is_terminal):  # below 14.3, a disabled Progress of rich writes an empty line at its end
-        with long_step(description) if shown else nullcontext():
+    if not console.is_terminal:  # below 14.3, a disabled Progress of rich writes an empty line at its end
+        with long_step(description):
             yield lambda steps: None
         return
     with Progress(*columns, *times, console=console, transient=True) as progress:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -79,11 +78,7 @@ def measure(probabilities: Tensor, decisions: Tensor, wanted: Tensor, info: Docu
     for metric in scores.values():
         metric.to(wanted.device).distributed_available_fn = lambda: False  # other processes do not take part
     update_metrics(scores, probabilities, decisions, wanted)
-    with warnings.catch_warnings():
-        # Some of the documents may lack a label.
-        warnings.filterwarnings("ignore", ".*Average precision score for one or more classes.*")
-        warnings.filterwarnings("ignore", ".*No positive samples found.*")
-        return {name: float(metric.compute()) for name, metric in scores.items()}
+    return {name: float(metric.compute()) for name, metric in scores.items()}
 
 
 class ScoresByLength(Metric):

@@ -359,7 +359,3 @@ class Scores(Metric):
     def own(self) -> tuple[Tensor, Tensor]:
         """Probabilities and targets of this process."""
         return torch.cat(list(self.probabilities)), torch.cat(list(self.targets))
-
-    def choose(self, criterion: Criterion, *, multi_label: bool) -> Tensor:
-        """`choose_thresholds` on the samples of all processes."""
-        return choose_thresholds(*self.compute(), criterion, multi_label=multi_label)
