@@ -104,7 +104,8 @@ class LossKeys(Keys):
 class LinearModelKeys(Keys):
     """The keys of `model=linear`: scikit-learn's logistic regression on TF-IDF; keys of model=document are ignored.
 
-    The defaults are the best on the validation documents of data=libraries. Punctuation characters count as words.
+    `ngrams` and `min_documents` are the best on the validation documents of data=libraries. Punctuation characters count as
+    words.
     """
 
     model_config = ConfigDict(extra="ignore")

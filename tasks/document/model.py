@@ -127,9 +127,8 @@ def fit_linear(
 
 def _loss(logits: np.ndarray, targets: np.ndarray) -> float:
     """The mean loss of logits `[N, C]` for classes `[N]`, or for labels `[N, C]`."""
-    several = targets.ndim == 2
-    loss = functional.binary_cross_entropy_with_logits if several else functional.cross_entropy
-    return float(loss(torch.from_numpy(logits), torch.from_numpy(targets).to(torch.double if several else torch.long)))
+    loss = functional.binary_cross_entropy_with_logits if targets.ndim == 2 else functional.cross_entropy
+    return float(loss(torch.from_numpy(logits), torch.from_numpy(targets)))
 
 
 def _regress(values: Any, targets: np.ndarray, info: DocumentInfo, strength: float) -> tuple[np.ndarray, np.ndarray]:

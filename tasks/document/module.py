@@ -193,7 +193,7 @@ class DocumentTask(ClassifierModule):
         probabilities = self.rankable(logits)
         self.measure(probabilities, classes, metrics, stage)
         if stage == "test":
-            self._by_length.update(probabilities, self.decide(logits), classes, inputs.whole_lengths[real])
+            self._by_length.update(probabilities, classes, self.decide(logits), inputs.whole_lengths[real])
 
     def on_test_epoch_end(self) -> None:
         super().on_test_epoch_end()

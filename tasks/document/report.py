@@ -20,7 +20,7 @@ from longseq.tasks.document.config import DocumentInfo, LinearModelKeys
 from longseq.tasks.document.model import fit_linear, read_documents
 from longseq.tasks.training import metrics, targets
 from longseq.tasks.training.class_report import ClassReport
-from longseq.tasks.training.metrics import choose_thresholds, decide, update_metrics
+from longseq.tasks.training.metrics import Scores, choose_thresholds, decide, update_metrics
 
 if TYPE_CHECKING:
     from longseq.tasks.document.module import DocumentTask
@@ -81,36 +81,31 @@ def measure(probabilities: Tensor, decisions: Tensor, wanted: Tensor, info: Docu
     return {name: float(metric.compute()) for name, metric in scores.items()}
 
 
-class ScoresByLength(Metric):
+class ScoresByLength(Scores):
     """The metrics of `make_scores` for each quarter of the documents by length, from q1 (shortest) to q4 (longest)."""
 
-    full_state_update = False
-
-    probabilities: list[Tensor]
     decisions: list[Tensor]
-    wanted: list[Tensor]
     lengths: list[Tensor]
 
     def __init__(self, info: DocumentInfo) -> None:
         super().__init__()
         self.info = info
-        for name in ("probabilities", "decisions", "wanted", "lengths"):
-            self.add_state(name, [], dist_reduce_fx="cat")
+        self.add_state("decisions", [], dist_reduce_fx="cat")
+        self.add_state("lengths", [], dist_reduce_fx="cat")
 
-    def update(self, probabilities: Tensor, decisions: Tensor, wanted: Tensor, lengths: Tensor) -> None:
-        """Add documents: probabilities `[N, C]`, decisions and targets as in `make_scores`, lengths `[N]` in tokens."""
-        self.probabilities.append(probabilities)
+    def update(self, probabilities: Tensor, targets: Tensor, decisions: Tensor, lengths: Tensor) -> None:  # type: ignore[override]
+        """Add documents: probabilities `[N, C]`, targets and decisions as in `make_scores`, lengths `[N]` in tokens."""
+        super().update(probabilities, targets)
         self.decisions.append(decisions)
-        self.wanted.append(wanted)
         self.lengths.append(lengths)
 
-    def compute(self) -> tuple[dict[str, float], dict[str, int], list[int]]:
+    def compute(self) -> tuple[dict[str, float], dict[str, int], list[int]]:  # type: ignore[override]
         """The metrics, named such as `accuracy_q1`, the documents of each quarter, and the three quartiles in tokens.
 
         Equal lengths are in the same quarter, so that a quarter may be empty; it then has no entry.
         """
-        given = [dim_zero_cat(one) for one in (self.probabilities, self.decisions, self.wanted)]
-        lengths = dim_zero_cat(self.lengths)
+        probabilities, targets = super().compute()
+        decisions, lengths = dim_zero_cat(self.decisions), dim_zero_cat(self.lengths)
         shares = torch.tensor([0.25, 0.5, 0.75], device=lengths.device)
         quartiles = lengths.float().quantile(shares, interpolation="lower").to(lengths.dtype)
         quarters = torch.bucketize(lengths, quartiles)
@@ -119,8 +114,7 @@ class ScoresByLength(Metric):
         for number in quarters.unique().tolist():
             chosen, name = quarters == number, f"q{number + 1}"
             counts[name] = int(chosen.sum())
-            probabilities, decisions, wanted = (part[chosen] for part in given)
-            scores = measure(probabilities, decisions, wanted, self.info)
+            scores = measure(probabilities[chosen], decisions[chosen], targets[chosen], self.info)
             found |= {f"{key}_{name}": value for key, value in scores.items()}
         return found, counts, quartiles.tolist()
 

@@ -58,7 +58,7 @@ def test_metrics_are_those_of_scikit_learn(multi_label):
     for part in torch.arange(DOCUMENTS).split(13):
         decisions = decide(probabilities[part], None, multi_label=multi_label)
         update_metrics(scores, probabilities[part], decisions, targets[part].long())
-        by_length.update(probabilities[part], decisions, targets[part].long(), lengths[part])
+        by_length.update(probabilities[part], targets[part].long(), decisions, lengths[part])
     found = {name: float(metric.compute()) for name, metric in scores.items()}
     assert found == pytest.approx(expected(probabilities, targets, multi_label), abs=1e-6)
 
