@@ -104,7 +104,7 @@ class LossKeys(Keys):
 class LinearModelKeys(Keys):
     """The keys of `model=linear`: scikit-learn's logistic regression on TF-IDF; keys of model=document are ignored.
 
-    `ngrams` and `min_documents` are the best on the validation documents of data=libraries. Punctuation characters count as
+    `ngrams` and `min_documents` are the best on the validation documents of data=libraries. Punctuation marks count as
     words.
     """
 
