@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,8 @@ UNWANTED = (
 )
 
 _KERNELS = "longseq.kernels"  # the parent of the kernels' loggers
+
+_log = logging.getLogger(__name__)
 
 
 class Report:
@@ -76,6 +79,7 @@ def quiet_libraries() -> Iterator[None]:
     added = [] if any(isinstance(handler, _Lines) for handler in package.handlers) else [_Lines()]
     shown = {
         _KERNELS: logging.INFO,
+        __name__: logging.INFO,
         "lightning.pytorch": logging.WARNING,
         "lightning.fabric": logging.WARNING,
         "timm.data.readers.reader_wds": logging.ERROR,  # it warns of a missing file that shards do not need
@@ -98,13 +102,13 @@ def quiet_libraries() -> Iterator[None]:
 
 
 class _Lines(logging.Handler):
-    """Writes warnings and the kernels' reports to stderr, in the first process only."""
+    """Writes warnings, long steps and the kernels' reports to stderr, in the first process only."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return record.levelno >= logging.WARNING or record.name.startswith(f"{_KERNELS}.")
+        return record.levelno >= logging.WARNING or record.name.startswith((f"{_KERNELS}.", __name__))
 
     @rank_zero_only
     def emit(self, record: logging.LogRecord) -> None:
@@ -113,13 +117,26 @@ class _Lines(logging.Handler):
 
 
 @contextmanager
-def progress_bar(description: str, total: int, *, done: int = 0, shown: bool = True) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar on a terminal while the block runs; yields a function that advances it by some steps."""
+def long_step(description: str) -> Iterator[None]:
+    """Log the description if the block takes more than a second; commands also print it to stderr."""
+    timer = threading.Timer(1.0, _log.info, [description])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@contextmanager
+def progress_bar(description: str, total: int, *, done: int = 0) -> Iterator[Callable[[int], None]]:
+    """Show a progress bar on a terminal, elsewhere a line (see `long_step`); yields a function that advances it."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     times = (TimeElapsedColumn(), TimeRemainingColumn())
-    if not (shown and console.is_terminal):  # below 14.3, a disabled Progress of rich writes an empty line at its end
-        yield lambda steps: None
+    if not console.is_terminal:  # below 14.3, a disabled Progress of rich writes an empty line at its end
+        with long_step(description):
+            yield lambda steps: None
         return
     with Progress(*columns, *times, console=console, transient=True) as progress:
         task = progress.add_task(description, total=total, completed=done)

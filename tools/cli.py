@@ -12,6 +12,7 @@ import re
 import sys
 from contextlib import suppress
 from pathlib import Path
+from traceback import clear_frames
 from typing import Any, NamedTuple
 
 from longseq.version import installed_version
@@ -76,6 +77,7 @@ _PATHS = (
     *("data.root", "data.train", "data.validation", "data.test", "data.tokenizer", "hydra.run.dir"),
 )
 _QUOTED = re.compile(r"""'(\\.|[^'\\])*'|"(\\.|[^"\\])*\"""", re.DOTALL)  # Hydra's own spelling stays
+_TRACEBACK = re.compile(r"(Original )?Traceback .*\n(  .*\n)*")  # in an error from a data worker
 _TABLES = ("data.class_weights", "data.class_map")
 
 
@@ -138,7 +140,7 @@ def explain(error: BaseException) -> str:
 
     from longseq.tasks.config import nearest, unknown_key
 
-    text = " ".join(str(error).split())
+    text = " ".join(_TRACEBACK.sub("", str(error)).split())
     cause: Any = error.__cause__ or error
     key = getattr(cause, "full_key", None)
     if isinstance(error, MissingConfigException):
@@ -197,6 +199,7 @@ def _run_verb(verb: str, arguments: list[str]) -> None:
             if "--traceback" in sys.argv:
                 raise
             print(f"longseq: error: {explain(error)}", file=sys.stderr)
+            clear_frames(error.__traceback__)  # ends data workers; while Python exits, each would take 5 s
             if HydraConfig.get().mode == RunMode.MULTIRUN:
                 raise Printed from error  # a sweep goes on with its other trials
             raise SystemExit(2) from error

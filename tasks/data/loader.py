@@ -5,6 +5,8 @@ Batches of other loaders are pairs, or dictionaries with the names that other li
 
 from __future__ import annotations
 
+import io
+import pickle
 import queue
 import tarfile
 import threading
@@ -13,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, SequentialSampler
+from torch.utils.data import DataLoader, Dataset, SequentialSampler, get_worker_info
 
 from longseq.tasks.data.sampler import EvaluationSampler, UpdateSampler
 from longseq.tasks.training.system import prepare_data_worker
@@ -150,7 +152,7 @@ class BatchLoader(DataLoader[Batch]):
             num_workers=num_workers,
             pin_memory=pin_memory,
             persistent_workers=num_workers > 0,
-            collate_fn=_as_it_is,
+            collate_fn=share_memory,
             worker_init_fn=prepare_data_worker if num_workers else None,
             generator=torch.Generator(),  # leaves the global generator alone
         )
@@ -317,5 +319,16 @@ def work_ahead(
         thread.join()
 
 
-def _as_it_is(batch: Any) -> Any:
+class _Sharing(pickle.Pickler):
+    def persistent_id(self, part: Any) -> Any:
+        return part.share_memory_().shape if isinstance(part, Tensor) else None
+
+
+def share_memory(batch: Given) -> Given:
+    """Move the tensors of a batch to shared memory if this process is a data worker; returns the batch.
+
+    Otherwise torch moves them in a thread of the worker, where an error loses the batch and the run waits forever.
+    """
+    if get_worker_info() is not None:
+        _Sharing(io.BytesIO()).dump(batch)
     return batch

@@ -17,7 +17,7 @@ from typing_extensions import Self
 from longseq.tasks.commands import Predict
 from longseq.tasks.config import read
 from longseq.tasks.data.info import Info
-from longseq.tasks.data.loader import Batch, BatchLoader, TrainingLoader, find_place, follow
+from longseq.tasks.data.loader import Batch, BatchLoader, TrainingLoader, find_place, follow, share_memory
 from longseq.tasks.data.sampler import EvaluationSampler, SampleIndex, TrainingSampler
 from longseq.tasks.training.metrics import decide
 
@@ -108,11 +108,14 @@ class InputFiles(Inputs, Dataset[Any]):
         """The logits `[B, num_classes]` of a prepared batch; a subclass may also write what the keys ask for."""
         return model(batch)
 
+    def _collate(self, items: list[Any]) -> tuple[Tensor, list[str], list[Unreadable]]:
+        return share_memory(self.collate(items))
+
     def predict(self, model: nn.Module, keys: Predict) -> Iterator[Prediction | Unreadable]:
         info, device = self.info, next(model.parameters()).device
         several = getattr(info, "multi_label", False)
         count = keys.top_k or (len(info.class_names) if several else _TOP_K)
-        loader = DataLoader(self, keys.batch_size, num_workers=keys.num_workers, collate_fn=self.collate)
+        loader = DataLoader(self, keys.batch_size, num_workers=keys.num_workers, collate_fn=self._collate)
         for batch, paths, failed in loader:
             if paths:
                 logits = self.score(model, self.prepare(batch.to(device)), paths, keys)

@@ -104,7 +104,8 @@ class LossKeys(Keys):
 class LinearModelKeys(Keys):
     """The keys of `model=linear`: scikit-learn's logistic regression on TF-IDF; keys of model=document are ignored.
 
-    The defaults are the best on the validation documents of data=libraries. Punctuation characters count as words.
+    `ngrams` and `min_documents` are the best on the validation documents of data=libraries. Punctuation marks count as
+    words.
     """
 
     model_config = ConfigDict(extra="ignore")
@@ -113,7 +114,9 @@ class LinearModelKeys(Keys):
     label: str = key("TF-IDF", "the name in tables")
     ngrams: Count = key(2, "the most words of an n-gram")
     min_documents: Count = key(2, "n-grams of fewer training documents are left out")
-    inverse_regularization: Annotated[float, Field(gt=0)] = key(10.0, "scikit-learn's C")
+    inverse_regularization: Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=1)] = key(
+        [1.0, 10.0, 100.0], "values of scikit-learn's C; the one with the lowest validation loss is chosen"
+    )
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn import functional
 
 from longseq.backbones.classifier import TextClassifier
 from longseq.backbones.document_pairs import PairClassifier
@@ -22,6 +23,8 @@ from longseq.tasks.training.token_model import build_seeded, check_alike, check_
 # The values of `config.model.name`.
 MODELS: Mapping[str, type[TextClassifier]] = {"document": TextClassifier, "document_pair": PairClassifier}
 LINEAR = "linear"
+
+Documents = Iterable[tuple[Sequence[int], Any]]
 
 
 class DocumentModel(TaskModel):
@@ -87,31 +90,45 @@ def read_documents(split: Split) -> Iterator[tuple[Sequence[int], Any]]:
 
 
 def fit_linear(
-    documents: Iterable[tuple[Sequence[int], Any]], info: DocumentInfo, keys: LinearModelKeys
+    documents: Documents, validation: Documents, info: DocumentInfo, keys: LinearModelKeys
 ) -> LinearTextClassifier:
-    """Fits logistic regression on TF-IDF to documents: pairs of tokens, and the class or `[C]` labels of 0 and 1."""
+    """Fit logistic regression on TF-IDF to documents: pairs of tokens, and the class or `[C]` labels of 0 and 1.
+
+    Of several `inverse_regularization`, the one with the lowest loss on the `validation` documents is chosen.
+    """
     from sklearn.feature_extraction.text import TfidfVectorizer
 
     empty = LinearTextClassifier(num_classes=info.num_classes, ngrams=keys.ngrams)
     empty.text = None if info.tokenizer is None else {"tokenizer": info.tokenizer, "window": info.window}
     targets: list[Any] = []
+    wanted: list[Any] = []
 
-    def texts() -> Iterable[str]:
+    def read(documents: Documents, targets: list[Any]) -> Iterator[str]:
         for tokens, target in documents:
             targets.append(target)
             yield empty.read(tokens)
 
     vectorizer = TfidfVectorizer(analyzer=empty.grams, sublinear_tf=True, min_df=keys.min_documents, dtype=np.float32)
-    values = vectorizer.fit_transform(texts())
+    values = vectorizer.fit_transform(read(documents, targets))
     vocabulary = vectorizer.get_feature_names_out().tolist()
     model = LinearTextClassifier(num_classes=info.num_classes, vocabulary=vocabulary, ngrams=keys.ngrams)
     model.text = empty.text
-    coefficients, bias = _regress(values, np.asarray(targets), info, keys.inverse_regularization)
+    fits = [_regress(values, np.asarray(targets), info, strength) for strength in keys.inverse_regularization]
+    if len(fits) > 1:
+        held = vectorizer.transform(read(validation, wanted))
+        fits.sort(key=lambda fit: _loss(held @ fit[0] + fit[1], np.asarray(wanted)))
+    coefficients, bias = fits[0]
     with torch.no_grad():
         model.inverse_frequency.copy_(torch.from_numpy(vectorizer.idf_))
         model.coefficients.copy_(torch.from_numpy(coefficients))
         model.bias.copy_(torch.from_numpy(bias))
     return model
+
+
+def _loss(logits: np.ndarray, targets: np.ndarray) -> float:
+    """The mean loss of logits `[N, C]` for classes `[N]`, or for labels `[N, C]`."""
+    loss = functional.binary_cross_entropy_with_logits if targets.ndim == 2 else functional.cross_entropy
+    return float(loss(torch.from_numpy(logits), torch.from_numpy(targets)))
 
 
 def _regress(values: Any, targets: np.ndarray, info: DocumentInfo, strength: float) -> tuple[np.ndarray, np.ndarray]:

@@ -38,15 +38,17 @@ class DocumentTask(ClassifierModule):
     label towards 1/2. Losses of validation and test have neither.
 
     Logs `train/{loss,lr}`, `{val,test}/loss` and `{val,test}/METRIC` for the metrics of
-    `longseq.tasks.document.report.make_scores`, and in a test `test/METRIC_BIN` for each bin of lengths with documents.
+    `longseq.tasks.document.report.make_scores`, and in a test `test/METRIC_q1` to `test/METRIC_q4` for the quarters of
+    the documents by length.
     `chosen_metrics` and `metric` add others, as `task.metrics` and `task.metric` do. `threshold` is explained in
     `ClassifierModule`; by default the thresholds are in `info`. After a test, `documents_by_length` counts the
-    documents of each bin.
+    documents of each quarter, and `length_quartiles` are the three limits in tokens before truncation.
     """
 
     kept_options = ("label_smoothing", "chosen_metrics", "metric", "threshold")
 
     documents_by_length: Mapping[str, int] | None = None
+    length_quartiles: Sequence[int] = ()
 
     def __init__(
         self,
@@ -81,7 +83,7 @@ class DocumentTask(ClassifierModule):
         if info.segment and not isinstance(backbone, LinearTextClassifier):
             check_segments(backbone, info.gradient_segments, info.segment)
         self._plugin_mixers = PluginMixers()
-        self._by_length = ScoresByLength(info.num_classes, info.multi_label)
+        self._by_length = ScoresByLength(info)
 
     @classmethod
     def from_config(
@@ -191,11 +193,11 @@ class DocumentTask(ClassifierModule):
         probabilities = self.rankable(logits)
         self.measure(probabilities, classes, metrics, stage)
         if stage == "test":
-            self._by_length.update(probabilities, self.decide(logits), classes, inputs.whole_lengths[real])
+            self._by_length.update(probabilities, classes, self.decide(logits), inputs.whole_lengths[real])
 
     def on_test_epoch_end(self) -> None:
         super().on_test_epoch_end()
-        scores, self.documents_by_length = self._by_length.compute()
+        scores, self.documents_by_length, self.length_quartiles = self._by_length.compute()
         self._by_length.reset()
         # All processes have the same values; without sync_dist Lightning warns.
         self.log_dict({f"test/{name}": value for name, value in scores.items()}, sync_dist=True)
@@ -251,7 +253,8 @@ class LinearTask(DocumentTask):
         assert self.keys is not None, "without keys, this task only measures"
         trainer: Any = self.trainer
         data: Any = trainer.datamodule
-        self.backbone = fit_linear(read_documents(data.split("train")), data.info, self.keys)
+        train, validation = (read_documents(data.split(stage)) for stage in ("train", "val"))
+        self.backbone = fit_linear(train, validation, data.info, self.keys)
         trainer.limit_train_batches = 1
         trainer.fit_loop.max_epochs = trainer.check_val_every_n_epoch = self.last_update = 1
         trainer.val_check_interval = 1.0

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_only
-from torch import Tensor, nn
-from torchmetrics import Metric, SumMetric
+from torch import Tensor
+from torchmetrics import Metric
 from torchmetrics.classification import BinaryCalibrationError, MulticlassF1Score
+from torchmetrics.utilities.data import dim_zero_cat
 
 from longseq.backbones.linear_text import LinearTextClassifier
+from longseq.tasks.config import Criterion
 from longseq.tasks.document.config import DocumentInfo, LinearModelKeys
 from longseq.tasks.document.model import fit_linear, read_documents
 from longseq.tasks.training import metrics, targets
 from longseq.tasks.training.class_report import ClassReport
-from longseq.tasks.training.metrics import decide, update_metrics
+from longseq.tasks.training.metrics import Scores, choose_thresholds, decide, update_metrics
 
 if TYPE_CHECKING:
     from longseq.tasks.document.module import DocumentTask
-
-# Upper bounds of the bins by length, in tokens of a document before truncation.
-LENGTHS = (512, 1024, 4096)
-BINS = {**{f"up_to_{length}": f"up to {length:,} tokens" for length in LENGTHS}, "longer": "over 4,096 tokens"}
 
 
 class LabelCalibrationError(metrics.ClosedBins, BinaryCalibrationError):
@@ -75,51 +72,59 @@ def make_scores(num_classes: int, multi_label: bool) -> dict[str, Metric]:
     return {name: make(num_classes) for name, make in TABLES[multi_label].always.items()}
 
 
-class ScoresByLength(nn.Module):
-    """The metrics of `make_scores` for each bin of lengths; a module, so that they follow the model to its device."""
+def measure(probabilities: Tensor, decisions: Tensor, wanted: Tensor, info: DocumentInfo) -> dict[str, float]:
+    """The metrics of `make_scores` for documents in the memory of this process."""
+    scores = make_scores(info.num_classes, info.multi_label)
+    for metric in scores.values():
+        metric.to(wanted.device).distributed_available_fn = lambda: False  # other processes do not take part
+    update_metrics(scores, probabilities, decisions, wanted)
+    return {name: float(metric.compute()) for name, metric in scores.items()}
 
-    def __init__(self, num_classes: int, multi_label: bool) -> None:
+
+class ScoresByLength(Scores):
+    """The metrics of `make_scores` for each quarter of the documents by length, from q1 (shortest) to q4 (longest)."""
+
+    decisions: list[Tensor]
+    lengths: list[Tensor]
+
+    def __init__(self, info: DocumentInfo) -> None:
         super().__init__()
-        self.scores = nn.ModuleDict({name: nn.ModuleDict(make_scores(num_classes, multi_label)) for name in BINS})
-        self.counts = nn.ModuleDict({name: SumMetric(nan_strategy="disable") for name in BINS})  # documents
+        self.info = info
+        self.add_state("decisions", [], dist_reduce_fx="cat")
+        self.add_state("lengths", [], dist_reduce_fx="cat")
 
-    def update(self, probabilities: Tensor, decisions: Tensor, targets: Tensor, lengths: Tensor) -> None:
-        """Add documents: probabilities `[N, C]`, decisions and targets as in `make_scores`, lengths `[N]` in tokens."""
-        bins = torch.bucketize(lengths, torch.tensor(LENGTHS, device=lengths.device))
-        for number, name in enumerate(BINS):
-            chosen = bins == number
-            self.counts[name].update(chosen.sum())  # type: ignore[operator]
-            update_metrics(self.scores[name], probabilities[chosen], decisions[chosen], targets[chosen])  # type: ignore[arg-type]
+    def update(self, probabilities: Tensor, targets: Tensor, decisions: Tensor, lengths: Tensor) -> None:  # type: ignore[override]
+        """Add documents: probabilities `[N, C]`, targets and decisions as in `make_scores`, lengths `[N]` in tokens."""
+        super().update(probabilities, targets)
+        self.decisions.append(decisions)
+        self.lengths.append(lengths)
 
-    def compute(self) -> tuple[dict[str, float], dict[str, int]]:
-        """The metrics, named such as `accuracy_up_to_512`, and the documents of each bin that has some.
+    def compute(self) -> tuple[dict[str, float], dict[str, int], list[int]]:  # type: ignore[override]
+        """The metrics, named such as `accuracy_q1`, the documents of each quarter, and the three quartiles in tokens.
 
-        All processes of a run call it together.
+        Equal lengths are in the same quarter, so that a quarter may be empty; it then has no entry.
         """
-        counts = {name: int(count.compute()) for name, count in self.counts.items()}  # type: ignore[operator]
+        probabilities, targets = super().compute()
+        decisions, lengths = dim_zero_cat(self.decisions), dim_zero_cat(self.lengths)
+        shares = torch.tensor([0.25, 0.5, 0.75], device=lengths.device)
+        quartiles = lengths.float().quantile(shares, interpolation="lower").to(lengths.dtype)
+        quarters = torch.bucketize(lengths, quartiles)
         found: dict[str, float] = {}
-        with warnings.catch_warnings():
-            # A bin may lack documents of a label, and a process may have no document of a bin.
-            warnings.filterwarnings("ignore", ".*Average precision score for one or more classes.*")
-            warnings.filterwarnings("ignore", ".*No positive samples found.*")
-            warnings.filterwarnings("ignore", "The ``compute`` method of metric .* was called before")
-            for name, scores in self.scores.items():
-                if counts[name]:
-                    found |= {f"{key}_{name}": float(metric.compute()) for key, metric in scores.items()}  # type: ignore[operator, attr-defined]
-        return found, {name: count for name, count in counts.items() if count}
-
-    def reset(self) -> None:
-        for part in self.modules():
-            if isinstance(part, Metric):
-                part.reset()
+        counts: dict[str, int] = {}
+        for number in quarters.unique().tolist():
+            chosen, name = quarters == number, f"q{number + 1}"
+            counts[name] = int(chosen.sum())
+            scores = measure(probabilities[chosen], decisions[chosen], targets[chosen], self.info)
+            found |= {f"{key}_{name}": value for key, value in scores.items()}
+        return found, counts, quartiles.tolist()
 
 
 @targets.register("callback")
 class LinearBaseline(Callback):
     """Fits the linear model to the training documents of a run, and measures it on the test documents.
 
-    It reads the documents after truncation; its metrics are `test/linear_accuracy` and so on. A run with more than
-    `most_documents` training documents leaves it out.
+    It reads the documents after truncation, and decides by thresholds as the run does (`task.threshold`); its metrics
+    are `test/linear_accuracy` and so on. A run with more than `most_documents` training documents leaves it out.
     """
 
     def __init__(self, most_documents: int = 50_000) -> None:
@@ -134,26 +139,29 @@ class LinearBaseline(Callback):
             return
         self.documents = data.info.sizes["train"] or 0
         if self.documents <= self.most_documents:
-            model = fit_linear(read_documents(data.split("train")), data.info, LinearModelKeys())
-            self.scores = measure(model, read_documents(data.split("test")), data.info)
+            self.scores = self._measure(data, pl_module)
 
+    @torch.inference_mode()
+    def _measure(self, data: Any, module: Any) -> dict[str, float]:
+        """The metrics of `make_scores` on the test documents, in this process only."""
+        info, thresholds = data.info, module.thresholds
+        criterion: Criterion | None = module.threshold if isinstance(module.threshold, str) else None  # type: ignore[assignment]
+        train, validation = (read_documents(data.split(stage)) for stage in ("train", "val"))
+        model = fit_linear(train, validation, info, LinearModelKeys())
 
-@torch.inference_mode()
-def measure(
-    model: LinearTextClassifier, documents: Iterable[tuple[Sequence[int], Any]], info: DocumentInfo
-) -> dict[str, float]:
-    """The metrics of `make_scores` for a linear model on documents (see `fit_linear`), on this process only."""
-    scores = make_scores(info.num_classes, info.multi_label)
-    for metric in scores.values():
-        metric.distributed_available_fn = lambda: False  # other processes do not take part
-    listed = list(documents)
-    for start in range(0, len(listed), 64):
-        part = listed[start : start + 64]
-        logits = model.score([model.read(tokens) for tokens, _ in part]).double()  # see ClassifierModule.rankable
-        given: Tensor = torch.as_tensor(np.asarray([target for _, target in part])).long()
-        probabilities = logits.sigmoid() if info.multi_label else logits.softmax(dim=1)
-        update_metrics(scores, probabilities, decide(probabilities, None, multi_label=info.multi_label), given)
-    return {name: float(metric.compute()) for name, metric in scores.items()}
+        def score(stage: str) -> tuple[Tensor, Tensor]:
+            """The probabilities, in float64 as in `ClassifierModule.rankable`, and the targets of a split."""
+            documents = list(read_documents(data.split(stage)))
+            logits = torch.cat([model.score([model.read(tokens)]) for tokens, _ in documents]).double()
+            given = torch.as_tensor(np.asarray([target for _, target in documents])).long()
+            return logits.sigmoid() if info.multi_label else logits.softmax(dim=1), given
+
+        if criterion is not None:
+            probabilities, given = score("val")
+            thresholds = choose_thresholds(probabilities.float(), given, criterion, multi_label=info.multi_label)
+        probabilities, given = score("test")
+        decisions = decide(probabilities.float(), thresholds, multi_label=info.multi_label)
+        return measure(probabilities, decisions, given, info)
 
 
 class DocumentReport(ClassReport):
@@ -168,6 +176,7 @@ class DocumentReport(ClassReport):
             found |= {f"{split}/linear_{name}": value for name, value in baseline.scores.items()}
         if module.documents_by_length is not None:
             found[f"{split}/documents_by_length"] = dict(module.documents_by_length)
+            found[f"{split}/length_quartiles"] = list(module.length_quartiles)
         return found | super().extras(module, info, split)
 
     def counts(self, module: DocumentTask, info: DocumentInfo, split: str) -> dict[str, int]:
@@ -177,8 +186,13 @@ class DocumentReport(ClassReport):
 
     def rows(self, module: DocumentTask, info: DocumentInfo) -> list[tuple[str, str]]:
         measured, found = module.trainer.callback_metrics, module.documents_by_length or {}
+        quartiles = module.length_quartiles
+        bounds = [*(f"up to {length:,}" for length in quartiles), *(f"over {length:,}" for length in quartiles[2:])]
         rows = [
-            (f"accuracy {BINS[name]}", f"{float(measured[f'test/accuracy_{name}']):.4f} of {count:,} documents")
+            (
+                f"accuracy {bounds[int(name[1]) - 1]} tokens",
+                f"{float(measured[f'test/accuracy_{name}']):.4f} of {count:,} documents",
+            )
             for name, count in found.items()
         ]
         if (baseline := _baseline(module)) is not None:

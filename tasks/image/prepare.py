@@ -74,7 +74,7 @@ def describe(manifest: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def prepare(keys: PrepareImages, *, show_progress: bool = True) -> dict[str, Any]:
+def prepare(keys: PrepareImages) -> dict[str, Any]:
     """Write the images of each split to shards in the new or empty folder `keys.output`; returns its manifest.
 
     A shard has at most `shard_bytes`, but at least one image. ValueError if no image of a split can be read.
@@ -88,7 +88,7 @@ def prepare(keys: PrepareImages, *, show_progress: bool = True) -> dict[str, Any
     splits: dict[str, Any] = {}
     failed: list[str] = []
     try:
-        with progress_bar("packing", sum(map(len, sources.values())), shown=show_progress) as advance:
+        with progress_bar("packing", sum(map(len, sources.values()))) as advance:
             for split, source in sources.items():
                 writer = _Writer(begun, split, source, keys)
                 workers = 0 if keys.format == "keep" else min(keys.processes or usable_cores(), len(source) // 16)

@@ -14,6 +14,7 @@ from typing import Any
 
 from filelock import FileLock
 
+from longseq.tasks.report import long_step, shorten
 from longseq.tasks.text.documents import Fractions, encode, store_of
 from longseq.tasks.text.keys import TextDataKeys
 from longseq.tasks.text.prepare import describe, plan_of, prepare
@@ -37,7 +38,8 @@ def open_corpora(keys: TextDataKeys) -> list[TokenStore]:
         tokenizer, parts = ByteTokenizer(), list(group_files(standard_library_files(), format="python"))
         found = (one for part in parts for one in read_part(part, TEXT))
         documents = (one for one in found if isinstance(one, Document) and not one.is_empty)
-        return [store_of(keys.source, encode(documents, tokenizer, fractions), tokenizer, fractions)]
+        with long_step("encoding the standard library"):
+            return [store_of(keys.source, encode(documents, tokenizer, fractions), tokenizer, fractions)]
     if keys.source == "python_sources":
         parts = list(group_files(installed_files(), format="python"))
         return [_prepared("python_sources", parts, TEXT, fractions, keys)]
@@ -67,9 +69,8 @@ def in_cache(name: str, plan: Any, cache: str | None, file: str, write: Callable
     base = default if cache is None else Path(cache)
     folder = base / f"{name}_{hashlib.sha256(json.dumps(plan).encode()).hexdigest()[:16]}"
     folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(base / f"{folder.name}.lock"):
+    with long_step(f"preparing {name} in {shorten(folder)}"), FileLock(base / f"{folder.name}.lock"):
         if not (folder / file).exists():
-            _log.info("preparing %s in %s", name, folder)
             write(folder)
     return folder
 

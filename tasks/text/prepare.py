@@ -21,7 +21,7 @@ from omegaconf import DictConfig
 
 from longseq.files import crc32_of
 from longseq.tasks.commands import Prepare
-from longseq.tasks.report import progress_bar, quiet_libraries, shorten
+from longseq.tasks.report import long_step, progress_bar, quiet_libraries, shorten
 from longseq.tasks.text import documents
 from longseq.tasks.text.documents import Encoded, Fractions
 from longseq.tasks.text.sources import TEXT, Columns, Malformed, Part, find_parts, read_part
@@ -93,7 +93,8 @@ def prepare(
         if (size := trained_size(tokenizer)) is not None:
             choice = str(partial / TOKENIZER)
             if not os.path.exists(choice):
-                trained = train_tokenizer(_training_texts(parts, columns, fractions), size)
+                with long_step("training the tokenizer"):
+                    trained = train_tokenizer(_training_texts(parts, columns, fractions), size)
                 write_text(Path(choice), trained.to_dict()["json"])
         chosen = read_tokenizer(choice, separator if size is None else None)
         waiting = {

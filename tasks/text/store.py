@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longseq.files import crc32_of
+from longseq.tasks.report import long_step, shorten
 
 Integers = npt.NDArray[np.int64]
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
@@ -110,7 +111,8 @@ def open_store(root: str | Path, *, check: bool = True) -> TokenStore:
         arrays: dict[str, Any] = {}
         for ending, dtype in types.items():
             path = root / f"{split}.{ending}"
-            _check_file(path, files[ending], check)
+            with long_step(f"checking {shorten(path)}"):
+                _check_file(path, files[ending], check)
             empty = not files[ending]["size"]
             arrays[ending] = np.zeros(0, dtype) if empty else _Mapped(path.resolve(), dtype=dtype, mode="r")
         if "hashes" in arrays:

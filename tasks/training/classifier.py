@@ -13,7 +13,7 @@ from torchmetrics.classification import MulticlassConfusionMatrix, MultilabelCon
 from longseq.blocks.precision import at_least_float32
 from longseq.models import CHECKPOINT_RUN
 from longseq.tasks.config import Criterion
-from longseq.tasks.training.metrics import MeanLoss, Scores, decide, reads_decisions, update_metrics
+from longseq.tasks.training.metrics import MeanLoss, Scores, choose_thresholds, decide, reads_decisions, update_metrics
 from longseq.tasks.training.module import TrainedModule
 from longseq.tasks.training.recipe import Training
 
@@ -108,7 +108,7 @@ class ClassifierModule(TrainedModule):
 
     def on_validation_epoch_end(self) -> None:
         if self._scores is not None and self._criterion is not None:
-            self.thresholds = self._scores.choose(self._criterion, multi_label=self.multi_label)
+            self.thresholds = choose_thresholds(*self._scores.compute(), self._criterion, multi_label=self.multi_label)
             decided = {name: metric for name, metric in self.val_metrics.items() if reads_decisions(metric)}  # type: ignore[arg-type]
             self._count(decided, *self._scores.own())
             self._log_metrics(decided, "val")

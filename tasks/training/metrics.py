@@ -341,6 +341,14 @@ def choose_threshold(scores: Tensor, targets: Tensor, criterion: Criterion) -> f
     return float(scores[best] + below[best]) / 2
 
 
+def choose_thresholds(probabilities: Tensor, targets: Tensor, criterion: Criterion, *, multi_label: bool) -> Tensor:
+    """Thresholds of the labels `[C]`, or of the second one of two classes `[1]`, from probabilities `[N, C]`."""
+    if not multi_label:
+        probabilities, targets = probabilities[:, 1:2], targets.unsqueeze(1)
+    pairs = zip(probabilities.T, targets.T, strict=True)
+    return torch.tensor([choose_threshold(scores, wanted, criterion) for scores, wanted in pairs])
+
+
 class Scores(Metric):
     """Keeps probabilities `[N, C]` and targets to choose thresholds after the last batch."""
 
@@ -366,11 +374,3 @@ class Scores(Metric):
     def own(self) -> tuple[Tensor, Tensor]:
         """Probabilities and targets of this process."""
         return torch.cat(list(self.probabilities)), torch.cat(list(self.targets))
-
-    def choose(self, criterion: Criterion, *, multi_label: bool) -> Tensor:
-        """Thresholds of the labels `[C]`, or of the second one of two classes `[1]`, on all processes' samples."""
-        probabilities, targets = self.compute()
-        if not multi_label:
-            probabilities, targets = probabilities[:, 1:2], targets.unsqueeze(1)
-        pairs = zip(probabilities.T, targets.T, strict=True)
-        return torch.tensor([choose_threshold(scores, wanted, criterion) for scores, wanted in pairs])

@@ -43,6 +43,10 @@ def documents(targets):
     return [([256, *text.encode()], target) for text, target in zip(TEXTS, targets, strict=True)]
 
 
+def fit(targets, info):
+    return fit_linear(documents(targets), [], info, LinearModelKeys(inverse_regularization=[10.0]))
+
+
 def by_scikit_learn(targets):
     """The decision of each document by scikit-learn: its vectorizer has a pattern, and ours a function."""
     vectorizer = TfidfVectorizer(ngram_range=(1, 2), token_pattern=r"\w+|[^\w\s]", sublinear_tf=True, min_df=2)
@@ -51,20 +55,28 @@ def by_scikit_learn(targets):
 
 
 def test_it_scores_as_scikit_learn_does():
-    model = fit_linear(documents(CLASSES), make_info(), LinearModelKeys())
+    model = fit(CLASSES, make_info())
     np.testing.assert_allclose(model.score(TEXTS).detach(), by_scikit_learn(CLASSES), atol=2e-3)
-    two = fit_linear(documents(CLASSES % 2), make_info(classes=2), LinearModelKeys())
+    two = fit(CLASSES % 2, make_info(classes=2))
     scores = two.score(TEXTS).detach()
     np.testing.assert_allclose(scores[:, 1] - scores[:, 0], by_scikit_learn(CLASSES % 2), atol=2e-3)
-    several = fit_linear(documents(LABELS), make_info(True, 2), LinearModelKeys())
+    several = fit(LABELS, make_info(True, 2))
     for label in range(2):
         np.testing.assert_allclose(
             several.score(TEXTS).detach()[:, label], by_scikit_learn(LABELS[:, label]), atol=2e-3
         )
 
 
+def test_the_regularization_with_the_lowest_validation_loss_is_chosen():
+    keys = LinearModelKeys(inverse_regularization=[0.01, 10.0])
+    chosen = fit_linear(documents(CLASSES), documents(CLASSES), make_info(), keys)
+    assert torch.equal(chosen.score(TEXTS), fit(CLASSES, make_info()).score(TEXTS))
+    wrong = documents((CLASSES + 1) % 3)
+    assert fit_linear(documents(CLASSES), wrong, make_info(), keys).coefficients.abs().max() < 0.1
+
+
 def test_packed_and_padded_documents_and_texts_have_the_same_scores():
-    model = fit_linear(documents(CLASSES), make_info(), LinearModelKeys())
+    model = fit(CLASSES, make_info())
     rows = [torch.tensor(tokens) for tokens, _ in documents(CLASSES)[:3]]
     wanted = model.score(TEXTS[:3])
     borders = torch.tensor([0, *(len(row) for row in rows)]).cumsum(0)
@@ -77,7 +89,7 @@ def test_packed_and_padded_documents_and_texts_have_the_same_scores():
 
 
 def test_a_saved_model_predicts_without_scikit_learn(tmp_path, monkeypatch):
-    model = fit_linear(documents(CLASSES), make_info(), LinearModelKeys())
+    model = fit(CLASSES, make_info())
     model.save_pretrained(tmp_path)
     vocabulary = json.loads((tmp_path / "config.json").read_text())["model_args"]["vocabulary"]
     assert "( path" in vocabulary

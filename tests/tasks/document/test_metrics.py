@@ -7,23 +7,29 @@ import pytest
 import torch
 from sklearn.metrics import accuracy_score, average_precision_score, f1_score
 
+from longseq.tasks.document.config import DocumentInfo
 from longseq.tasks.document.report import ScoresByLength, make_scores
 from longseq.tasks.training.metrics import decide, update_metrics
 
 CLASSES, DOCUMENTS = 4, 60
-IN_BIN = {"up_to_512": (1, 512), "up_to_1024": (513, 1024), "longer": (4097, 10**6)}
+QUARTERS = {"q1": (1, 2), "q3": (3, 30), "q4": (31, 10**6)}
 
 
 def draw(multi_label):
-    """Probabilities, targets and lengths; no document is of the bin up to 4,096."""
+    """Probabilities, targets and lengths; so many lengths are equal that no document is in the second quarter."""
     random = torch.Generator().manual_seed(0)
     scores = 2 * torch.randn(DOCUMENTS, CLASSES, generator=random)
-    lengths = torch.tensor([1, 512, 513, 1024, 4097, 50_000])[torch.arange(DOCUMENTS) % 6]
+    lengths = torch.tensor([1, 2, 2, 30, 30, 50_000])[torch.arange(DOCUMENTS) % 6]
     if multi_label:
         targets = (scores + 2 * torch.randn(DOCUMENTS, CLASSES, generator=random) > 1).float()
         return scores.sigmoid(), targets, lengths
     targets = (scores + 3 * torch.randn(DOCUMENTS, CLASSES, generator=random)).argmax(dim=1)
     return scores.softmax(dim=1), targets, lengths
+
+
+def make_info(multi_label):
+    names = [str(number) for number in range(CLASSES)]
+    return DocumentInfo(names, multi_label, vocab_size=257, separator=256, tokenizer=None, window=8, sizes={})
 
 
 def expected(probabilities, targets, multi_label):
@@ -48,22 +54,23 @@ def expected(probabilities, targets, multi_label):
 @pytest.mark.parametrize("multi_label", [False, True])
 def test_metrics_are_those_of_scikit_learn(multi_label):
     probabilities, targets, lengths = draw(multi_label)
-    scores, by_length = make_scores(CLASSES, multi_label), ScoresByLength(CLASSES, multi_label)
+    scores, by_length = make_scores(CLASSES, multi_label), ScoresByLength(make_info(multi_label))
     for part in torch.arange(DOCUMENTS).split(13):
         decisions = decide(probabilities[part], None, multi_label=multi_label)
         update_metrics(scores, probabilities[part], decisions, targets[part].long())
-        by_length.update(probabilities[part], decisions, targets[part].long(), lengths[part])
+        by_length.update(probabilities[part], targets[part].long(), decisions, lengths[part])
     found = {name: float(metric.compute()) for name, metric in scores.items()}
     assert found == pytest.approx(expected(probabilities, targets, multi_label), abs=1e-6)
 
-    found, counts = by_length.compute()
+    found, counts, quartiles = by_length.compute()
     wanted = {}
-    for name, (least, most) in IN_BIN.items():
+    for name, (least, most) in QUARTERS.items():
         chosen = (lengths >= least) & (lengths <= most)
         values = expected(probabilities[chosen], targets[chosen], multi_label)
         wanted |= {f"{key}_{name}": value for key, value in values.items()}
     assert found == pytest.approx(wanted, abs=1e-6)
-    assert counts == {"up_to_512": 20, "up_to_1024": 20, "longer": 20}
+    assert quartiles == [2, 2, 30]
+    assert counts == {"q1": 30, "q3": 20, "q4": 10}
 
 
 @pytest.mark.parametrize("multi_label", [False, True])

@@ -47,6 +47,9 @@ def test_a_run_is_measured_again(folder, command_here):
     metrics = json.loads((folder / "whole" / "metrics.json").read_text())
     assert metrics["test/linear_accuracy"] > 0.9, "the words of a document tell its class"
     assert sum(metrics["test/documents_by_length"].values()) == 18
+    texts = [len(row["text"]) + 1 for row in two[:90]]  # bytes and the separator
+    assert set(metrics["test/length_quartiles"]) <= set(texts)
+    assert f"accuracy up to {metrics['test/length_quartiles'][0]:,} tokens" in whole.stdout
     assert torch.tensor(metrics["test/confusion_matrix"]).sum() == 18
     assert metrics["updates"] > 4
     assert {"val/balanced_accuracy", "test/auroc", "val/per_class", "val/confusion_matrix"} <= metrics.keys()
@@ -96,3 +99,23 @@ def test_the_linear_model_trains_evaluates_and_predicts(folder, command_here):
     predicted = command_here(folder, "predict", "checkpoint=run/model", "input=rows.jsonl", "output=p.csv")
     assert predicted.returncode == 0, predicted.stderr
     assert len((folder / "p.csv").read_text().splitlines()) == 91
+
+
+@pytest.mark.slow
+def test_the_linear_baseline_decides_by_the_thresholds_of_the_run(folder, command_here):
+    """Both fits are of the same documents, and C and the thresholds are chosen on the same validation documents."""
+    rows = [row | {"label": [row["label"]] if number % 2 else []} for number, row in enumerate(make_rows(240))]
+    write_jsonl(folder / "rows.jsonl", rows)
+    for name, choice in {"f1": "task.threshold=f1", "number": "task.threshold=0.3"}.items():
+        found = []
+        for model in (("model.d_model=16", "model.depth=1", "recipe.epochs=1"), ("model=linear",)):
+            words = (*WORDS[:7], *model, "recipe.batch_size=2048", "trainer=cpu", "data.multi_label=true", choice)
+            run = command_here(folder, "train", *words, f"hydra.run.dir={name}{len(found)}")
+            assert run.returncode == 0, run.stderr
+            found.append(json.loads((folder / f"{name}{len(found)}" / "metrics.json").read_text()))
+        network, linear = found
+        keys = [key for key in network if key.startswith("test/linear_")]
+        assert "test/linear_f1_macro" in keys
+        assert {key: network[key] for key in keys} == pytest.approx(
+            {key: linear[key.replace("linear_", "")] for key in keys}
+        )

@@ -10,6 +10,7 @@ import lzma
 import pickle
 import random
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from longseq.tasks.report import quiet_libraries
 from longseq.tasks.text import documents as module
+from longseq.tasks.text.corpora import in_cache
 from longseq.tasks.text.documents import hashes_of, split_numbers
 from longseq.tasks.text.prepare import prepare
 from longseq.tasks.text.sources import DELIMITERS, Columns, Document, Malformed, find_parts, read_part, read_rows
@@ -388,3 +391,19 @@ def test_a_stray_quotation_mark_is_an_error_with_file_and_line(tmp_path: Path, t
     path.write_text("label,text\nb,c\n" + text)
     with pytest.raises(ValueError, match=r"rows\.csv, line 3: "):
         list(read_rows(path))
+
+
+def test_a_long_preparation_is_reported_when_it_begins(tmp_path, capsys):
+    """Commands print their warnings and reports by `quiet_libraries`."""
+    shown = []
+
+    def write(folder):
+        time.sleep(1.8)
+        shown.append(capsys.readouterr().err)
+        (folder / "done").touch()
+
+    with quiet_libraries():
+        folder = in_cache("texts", [1], str(tmp_path), "done", write)
+        assert in_cache("texts", [1], str(tmp_path), "done", write) == folder
+    assert shown == [f"longseq: preparing texts in {folder}\n"]
+    assert not capsys.readouterr().err
