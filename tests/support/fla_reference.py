@@ -56,9 +56,10 @@ class Fla:
 
     def recur_by(self, module: str, names: tuple[str, ...], recurrence: Callable[..., tuple[Tensor, Any]]) -> None:
         """Replace a layer's kernels by a recurrence."""
+        options = ("scale", "allow_neg_eigval")
 
         def run(**arguments: Any) -> tuple[Tensor, Any]:
-            given = {name: value for name, value in arguments.items() if isinstance(value, Tensor) or name == "scale"}
+            given = {name: value for name, value in arguments.items() if isinstance(value, Tensor) or name in options}
             return recurrence(**given)[0], None
 
         for name in names:
@@ -86,11 +87,13 @@ class Fla:
         gate = load("fla.ops.gated_delta_rule.gate").naive_gdn_gate
 
         def recurrence(
-            q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor, dt_bias: Tensor
-        ) -> tuple[Tensor, Tensor]:
+            q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor, dt_bias: Tensor,
+            allow_neg_eigval: bool = False,
+        ) -> tuple[Tensor, Tensor]:  # fmt: skip
             g = gate(g, A_log, dt_bias)
             q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], dim=2) for x in (q, k))
-            return reference(_unit(q), _unit(k), v, beta.sigmoid(), g, output_final_state=True)
+            beta = (2 if allow_neg_eigval else 1) * beta.sigmoid()
+            return reference(_unit(q), _unit(k), v, beta, g, output_final_state=True)
 
         kernels = ("fused_recurrent_gated_delta_rule", "chunk_gated_delta_rule")
         self.recur_by("gated_deltanet", kernels, recurrence)
@@ -102,9 +105,11 @@ class Fla:
         gate = load("fla.ops.kda.gate").naive_kda_gate
 
         def recurrence(
-            q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor, dt_bias: Tensor
-        ) -> tuple[Tensor, Tensor]:
-            return reference(_unit(q), _unit(k), v, gate(g, A_log, dt_bias), beta.sigmoid(), output_final_state=True)
+            q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor, dt_bias: Tensor,
+            allow_neg_eigval: bool = False,
+        ) -> tuple[Tensor, Tensor]:  # fmt: skip
+            beta = (2 if allow_neg_eigval else 1) * beta.sigmoid()
+            return reference(_unit(q), _unit(k), v, gate(g, A_log, dt_bias), beta, output_final_state=True)
 
         self.recur_by("kda", ("fused_recurrent_kda", "chunk_kda"), recurrence)
 

@@ -142,6 +142,16 @@ FLA: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gated_deltanet of more values": (
         "gated_deltanet", "GatedDeltaNet", {"num_heads": 2, "num_v_heads": 6, "head_dim": 8, "expand_v": 1.0}
     ),
+    "gated_deltanet of negative eigenvalues": (
+        "gated_deltanet", "GatedDeltaNet", {"num_heads": 2, "head_dim": 12, "allow_neg_eigval": True}
+    ),
+    "delta_product": (
+        "gated_deltaproduct", "GatedDeltaProduct",
+        {"num_heads": 2, "head_dim": 12, "num_householder": 3, "use_forget_gate": True, "allow_neg_eigval": True},
+    ),
+    "comba": ("comba", "Comba", {"num_heads": 2, "head_dim": 12}),
+    "kda": ("kda", "KDA", {"num_heads": 2, "head_dim": 16}),
+    "kda of more values": ("kda", "KDA", {"num_heads": 2, "num_v_heads": 4, "head_dim": 16, "expand_v": 0.5}),
     "gla": ("gla", "GLA", {"num_heads": 2, "tie_word_embeddings": True}),
     "gla grouped": (
         "gla", "GLA", {"num_heads": 4, "num_kv_heads": 2, "feature_map": "relu", "use_output_gate": False}
@@ -160,6 +170,9 @@ def test_a_model_of_fla_becomes_ours_and_goes_back(name: str, tmp_path: Path, mo
     {
         "delta_net": fla.recur_deltanet,
         "gated_deltanet": fla.recur_gated_deltanet,
+        "gated_deltaproduct": fla.recur_delta_product,
+        "comba": fla.recur_comba,
+        "kda": fla.recur_kda,
         "gla": partial(fla.recur_gla, "gla"),
         "gsa": fla.recur_gsa,
     }[module]()
@@ -188,6 +201,9 @@ def test_a_model_of_fla_becomes_ours_and_goes_back(name: str, tmp_path: Path, mo
 OWN: dict[str, tuple[str, dict[str, Any]]] = {
     "delta_net": ("deltanet", {"num_heads": 2, "feature_map": "relu"}),
     "gated_deltanet": ("gated_deltanet", {"num_heads": 2, "num_value_heads": 4, "expand_k": 1.25, "dt_max": 0.2}),
+    "gated_deltaproduct": ("delta_product", {"num_heads": 2, "steps": 3, "convolution_width": 0}),
+    "comba": ("comba", {"num_heads": 2, "correction": 0.02}),
+    "kda": ("kda", {"num_heads": 2, "gate_bound": -5.0, "negative_eigenvalues": True}),
     "gla": ("gla", {"num_heads": 4, "num_kv_heads": 2}),
     "gsa": ("gsa", {"num_heads": 4, "num_kv_heads": 2, "num_slots": 5}),
     "mamba": ("mamba", {"state_size": 3}),

@@ -1,4 +1,4 @@
-"""DeltaNet, Gated DeltaNet, GLA and GSA as the library flash-linear-attention saves them."""
+"""The delta family, GLA and GSA as the library flash-linear-attention saves them."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def _delta_names(mixer: Any) -> Names:
     }
 
 
-def _read_gated_delta(values: Values) -> dict[str, Any]:
+def _read_gated_delta(values: Values, *, gate: str = "use_gate") -> dict[str, Any]:
     heads = values["num_heads"]
     return {
         "num_heads": heads,
@@ -127,28 +127,101 @@ def _read_gated_delta(values: Values) -> dict[str, Any]:
         "expand_k": heads * values["head_dim"] / values["hidden_size"],
         "expand_v": values["expand_v"],
         "convolution_width": values["conv_size"] if values["use_short_conv"] else 0,
-        "output_gate": values["use_gate"],
+        "output_gate": values[gate],
     }
 
 
-def _write_gated_delta(options: Values) -> dict[str, Any]:
+def _write_gated_delta(options: Values, *, gate: str = "use_gate") -> dict[str, Any]:
     return {
         **_write_convolution(options),
         "num_heads": options["num_heads"],
         "num_v_heads": options["num_value_heads"],
         "head_dim": round(options["expand_k"] * options["d_model"] / options["num_heads"]),
         "expand_v": options["expand_v"],
-        "use_gate": options["output_gate"],
+        gate: options["output_gate"],
     }
 
 
 def _gated_delta_names(mixer: Any) -> Names:
-    keys, values, heads = mixer.key_width, mixer.value_width, mixer.num_value_heads
-    mixed = {"attn.q_proj": keys, "attn.k_proj": keys, "attn.v_proj": values}
-    gates = {"attn.b_proj": heads, "attn.a_proj": heads}
+    keys, values, heads, steps = mixer.key_width, mixer.value_width, mixer.num_value_heads, mixer.steps
+    mixed = {"q": keys, "k": steps * keys, "v": steps * values}
+    gates = {"attn.b_proj": steps * heads, "attn.a_proj": heads}
     return {
-        "mixer.in_proj": {**mixed, **gates, **({"attn.g_proj": values} if mixer.output_gate else {})},
-        "mixer.convolution": {"attn.q_conv1d": keys, "attn.k_conv1d": keys, "attn.v_conv1d": values},
+        "mixer.in_proj": {
+            **{f"attn.{name}_proj": rows for name, rows in mixed.items()},
+            **gates,
+            **({"attn.g_proj": values} if mixer.output_gate else {}),
+        },
+        "mixer.convolution": {f"attn.{name}_conv1d": rows for name, rows in mixed.items()},
+        "mixer.A_log": "attn.A_log",
+        "mixer.dt_bias": "attn.dt_bias",
+        "mixer.norm": "attn.o_norm",
+        "mixer.out_proj": "attn.o_proj",
+    }
+
+
+def _with_negative(read: Options, write: Options) -> tuple[Options, Options]:
+    """Options of a mixer with `negative_eigenvalues`."""
+    return (
+        lambda values: {**read(values), "negative_eigenvalues": values["allow_neg_eigval"]},
+        lambda options: {**write(options), "allow_neg_eigval": options["negative_eigenvalues"]},
+    )
+
+
+def _read_product(values: Values) -> dict[str, Any]:
+    return {**_read_gated_delta(values, gate="use_output_gate"), "steps": values["num_householder"]}
+
+
+def _write_product(options: Values) -> dict[str, Any]:
+    own = {"use_forget_gate": True, "num_householder": options["steps"]}
+    return {**_write_gated_delta(options, gate="use_output_gate"), **own}
+
+
+def _read_comba(values: Values) -> dict[str, Any]:
+    return {**_read_gated_delta(values, gate="use_output_gate"), "correction": values["correction_factor"]}
+
+
+def _write_comba(options: Values) -> dict[str, Any]:
+    return {**_write_gated_delta(options, gate="use_output_gate"), "correction_factor": options["correction"]}
+
+
+def _comba_names(mixer: Any) -> Names:
+    return {**_gated_delta_names(mixer), "mixer.decay": "attn.decay", "mixer.D": "attn.D"}
+
+
+def _read_kda(values: Values) -> dict[str, Any]:
+    heads = values["num_heads"]
+    return {
+        "num_heads": heads,
+        "num_value_heads": values["num_v_heads"] or heads,
+        "expand_v": values["expand_v"],
+        "convolution_width": values["conv_size"] if values["use_short_conv"] else 0,
+        "gate_bound": values["lower_bound"],
+    }
+
+
+def _write_kda(options: Values) -> dict[str, Any]:
+    bound = options["gate_bound"]
+    return {
+        **_write_convolution(options),
+        "num_heads": options["num_heads"],
+        "num_v_heads": options["num_value_heads"],
+        "head_dim": options["d_model"] // options["num_heads"],
+        "expand_v": options["expand_v"],
+        "safe_gate": bound is not None,
+        "lower_bound": bound,
+    }
+
+
+def _kda_names(mixer: Any) -> Names:
+    keys, heads, value = mixer.d_model, mixer.num_value_heads, mixer.value_dim
+    mixed = {"q": keys, "k": keys, "v": heads * value}
+    others = {"attn.b_proj": heads, "attn.f_proj.0": value, "attn.g_proj.0": value}
+    return {
+        "mixer.in_proj": {**{f"attn.{name}_proj": rows for name, rows in mixed.items()}, **others},
+        "mixer.convolution": {f"attn.{name}_conv1d": rows for name, rows in mixed.items()},
+        "mixer.decay_proj": "attn.f_proj.1",
+        "mixer.gate_proj": "attn.g_proj.1",
         "mixer.A_log": "attn.A_log",
         "mixer.dt_bias": "attn.dt_bias",
         "mixer.norm": "attn.o_norm",
@@ -215,6 +288,18 @@ def _gsa_names(mixer: Any) -> Names:
     return {"mixer.in_proj": parts, "mixer.norm": "attn.g_norm", "mixer.out_proj": "attn.o_proj"}
 
 
+_GATED_DELTA, _PRODUCT, _KDA = (
+    dict(zip(("read", "write"), _with_negative(*pair), strict=True))
+    for pair in ((_read_gated_delta, _write_gated_delta), (_read_product, _write_product), (_read_kda, _write_kda))
+)
+_CONVOLVED: dict[str, Any] = {
+    "num_v_heads": None,
+    "expand_v": 2.0,
+    "use_short_conv": True,
+    "conv_size": 4,
+    "allow_neg_eigval": False,
+}
+
 FLA = (
     _family(
         "delta_net",
@@ -236,15 +321,45 @@ FLA = (
         "gated_deltanet",
         "GatedDeltaNetForCausalLM",
         "gated_deltanet",
-        read=_read_gated_delta,
-        write=_write_gated_delta,
+        **_GATED_DELTA,
         names=_gated_delta_names,
-        expected={"allow_neg_eigval": (False,), "output_gate_activation": SILU},
-        num_v_heads=None,
-        expand_v=2.0,
-        use_short_conv=True,
-        conv_size=4,
+        expected={"output_gate_activation": SILU},
         use_gate=True,
+        **_CONVOLVED,
+    ),
+    _family(
+        "gated_deltaproduct",
+        "GatedDeltaProductForCausalLM",
+        "delta_product",
+        **_PRODUCT,
+        names=_gated_delta_names,
+        expected={"use_forget_gate": (True,)},
+        use_forget_gate=False,
+        use_output_gate=True,
+        num_householder=1,
+        **_CONVOLVED,
+    ),
+    _family(
+        "comba",
+        "CombaForCausalLM",
+        "comba",
+        read=_read_comba,
+        write=_write_comba,
+        names=_comba_names,
+        expected={"use_output_correction": (True,), "use_inner_decay": (True,)},
+        use_output_gate=True,
+        correction_factor=1.0,
+        **_CONVOLVED,
+    ),
+    _family(
+        "kda",
+        "KDAForCausalLM",
+        "kda",
+        **_KDA,
+        names=_kda_names,
+        expected={},
+        lower_bound=None,
+        **{**_CONVOLVED, "expand_v": 1.0},
     ),
     _family(
         "gla",
