@@ -253,6 +253,28 @@ def qwen3_next_with_more_values(monkeypatch: pytest.MonkeyPatch) -> Oracle:
     return qwen_layer(monkeypatch, 4)
 
 
+@oracle
+def kimi_linear(monkeypatch: pytest.MonkeyPatch) -> Oracle:
+    _, _, peer = transformers_layer(
+        monkeypatch, "kimi_linear", "DeltaAttention", linear_num_heads=2, linear_head_dim=16, rms_norm_eps=1e-5,
+        num_hidden_layers=1, layer_types=["linear_attention"],
+    )  # fmt: skip
+
+    def convert(p: Weights) -> Weights:
+        names = ("q_proj", "k_proj", "v_proj", "b_proj", "forget_gate.f_a_proj", "g_a_proj")
+        return {
+            **_projections(p, *names),
+            "convolution.weight": p["conv1d.weight"].squeeze(1),
+            "decay_proj.weight": p["forget_gate.f_b_proj.weight"],
+            "gate_proj.weight": p["g_b_proj.weight"],
+            "A_log": p["forget_gate.A_log"].flatten(),
+            "dt_bias": p["forget_gate.dt_bias"].flatten(),
+            "norm.weight": p["o_norm.weight"],
+        }
+
+    return Oracle(mixers.create("kda", D_MODEL, num_heads=2), peer, convert, _run_fla, tolerance=5e-6)
+
+
 def _run_fla(peer: nn.Module, x: Tensor) -> Tensor:
     y = peer(x)
     return y[0] if isinstance(y, tuple) else y
