@@ -145,8 +145,9 @@ def test_a_changed_default_changes_no_saved_model(tmp_path: Path, monkeypatch: p
 
 def test_config_holds_every_argument(tmp_path: Path) -> None:
     """None is left where the constructor computes a value, so that computing it otherwise changes nothing."""
-    follows = {"gated_deltanet": {"head_dim"}, **{key: {"head_dim", "rotary_scaling"} for key in ("retnet", "supra")}}
-    free = {"vla": {"refresh_period"}, **follows}  # head_dim follows num_heads
+    follows = {key: {"head_dim"} for key in ("gated_deltanet", "comba", "delta_product")}  # from num_heads
+    follows |= {key: {"head_dim", "rotary_scaling"} for key in ("retnet", "supra")}
+    free = {"vla": {"refresh_period"}, "kda": {"gate_bound"}, "gdn2": {"gate_bound"}, **follows}
     free |= {name: {"rotary_scaling"} for name in ("attention", "window_attention")}
     for name in mixers.mixer_names():
         model = TokenBackbone(vocab_size=12, d_model=16, depth=1, mixer=name)

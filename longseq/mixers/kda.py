@@ -68,7 +68,8 @@ class KDA(DeltaMixer):
         backend: str = "auto",
     ) -> None:
         super().__init__(d_model, feature_map="silu", key_norm="l2", backend=backend)
-        self.num_heads, self.key_dim = choose_heads(d_model, num_heads, head_dim, preferred=128)
+        self.num_heads, self.head_dim = choose_heads(d_model, num_heads, head_dim, preferred=128)
+        self.key_dim = self.head_dim
         self.num_value_heads = self.num_heads if num_value_heads is None else num_value_heads
         self.value_dim = round(expand_v * self.key_dim)
         self.gate_bound = gate_bound
