@@ -308,7 +308,7 @@ class Train(Command):
     callbacks: dict[str, dict[str, Any] | None] = key({}, "Lightning callbacks by name; null leaves one out")
     logger: dict[str, Any] | None = key(None, "TensorBoard and others")
     seed: int = key(0, "the seed of the weights, of the order of samples, and of their augmentation", ge=0, lt=2**32)
-    init: str | None = key(None, "a checkpoint, FOLDER or hf-hub:OWNER/NAME with the first weights")
+    init: str | None = key(None, "a checkpoint, FOLDER or hf-hub:OWNER/NAME: the first weights, and their model")
     learning_rate_finder: Finder = key(Finder(), "of recipe.learning_rate=find")
     resume: bool | str = key(False, "true: continue the newest unfinished run of this configuration; or a checkpoint")
     optimized_metric: str | None = key("${task.metric}", "the metric that a run returns to a sweep (-m)")

@@ -87,8 +87,11 @@ def _train(config: dict[str, Any], folder: Path) -> float | None:
     if checkpoint is not None:
         given, config = config, runs.chosen_in(checkpoint, config)
         _print_kept(given, config)
+    init = config["init"]
+    if checkpoint is not None and init is not None:
+        config = {**config, "init": str(checkpoint)}  # the run needs the file no longer
     config, datamodule, reason = _open(config)
-    config = with_absolute_root(config)  # so that `evaluate` finds the data from any working folder
+    config = with_absolute_root({**config, "init": init})  # so that `evaluate` finds the data from any working folder
     if reason is not None:
         _print(reason)
     if automatic.searches(config):

@@ -39,6 +39,13 @@ class TaskModel(ABC):
     def build(self, config: Mapping[str, Any], info: Any) -> nn.Module:
         """The model that `config.model` names, for the data of `info`, with weights drawn from `config.seed`."""
 
+    def like(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """The keys of `model`, and Hydra's defaults for them, for a model like that of a config.json.
+
+        Dropout and other keys of a training keep their defaults. Empty for a model from which the task cannot start.
+        """
+        return {}
+
     def notes(self, model: nn.Module) -> list[str]:
         """Lines about the weights from which a run starts, collected by `note`."""
         return _NOTES.get(model, [])
