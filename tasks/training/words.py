@@ -13,7 +13,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from longseq.tasks import registry
+from longseq.tasks.config import UNITS
 from longseq.tasks.training import runs
+from longseq.tasks.training.automatic import MINUTES
 
 # The option of the groups `mixer`, `scale` and `model` that describes the model of `init`.
 INIT = "init"
@@ -25,11 +27,21 @@ _NAMES = ("--config-name", "-cn")
 def complete(verb: str, words: list[str]) -> list[str]:
     """The words of a command that trains or describes a model, with those that follow from them.
 
-    A model that starts from `init=FILE` is like that of the file, except in the groups that the command chooses.
+    A length replaces the recipe's. A model that starts from `init=FILE` is like that of the file, except in the groups
+    that the command chooses; the config.yaml of a run, which --config-name names, has its own model.
     """
+    words = with_length(words)
     if any(word.startswith("init=") for word in words) and not any(word.startswith(_NAMES) for word in words):
         return [*words, *_words_of_init(words, _compose(verb, words))]
     return words
+
+
+def with_length(words: Sequence[str]) -> list[str]:
+    """The words, and null for the other units if they state the length of a run (`recipe.updates=100`)."""
+    lengths = [f"recipe.{unit}" for unit in (*UNITS, MINUTES)]
+    given = dict(word.lstrip("+").partition("=")[::2] for word in words)
+    states = any(given.get(key, "null") != "null" for key in lengths)
+    return [*words, *(f"++{key}=null" for key in lengths if states and key not in given)]
 
 
 def _compose(verb: str, words: Sequence[str]) -> DictConfig:
