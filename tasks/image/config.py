@@ -285,7 +285,7 @@ def _explain(
     rate = "that is searched" if values["learning_rate"] == FIND else values["learning_rate"]
     stated = [(recipe[unit], unit[:-1]) for unit in ("updates", "tokens", "minutes") if recipe.get(unit) is not None]
     count, unit = stated[0] if stated else (values["epochs"], "epoch")
-    length = f"{count:,} {unit}{'s' * (count != 1)}"
+    length = f"{count:,} {unit}{'s' * (count != 1)}".replace(".0 ", " ")
     strong = values["augment.repeats"] > 1
     why = "trained weights, tuned gently" if trained else "as for ImageNet" if strong else "few images, seen often"
     data = f"{images:,} images" + ("" if info is None else f" of {info.num_classes} classes at {info.img_size} px")

@@ -162,15 +162,12 @@ class RunLength:
 
 
 def fit_updates(minutes: float, update: float, validation: float, length: RunLength, epoch: Epoch) -> int:
-    """The most updates that fit into `minutes` with their validations, one of them at the end; at least 1.
+    """The updates that take `minutes` with a validation after each interval of `length` and at the end; at least 1.
 
-    `update` and `validation` are the seconds of each, `length` has the interval between validations.
+    `update` and `validation` are the seconds of each.
     """
-    span, seconds = length.validation, 60 * minutes
-    interval = max(1, round(epoch.updates if span is None else span.in_updates(epoch)))
-    whole = int(seconds / (interval * update + validation))
-    left = seconds - whole * (interval * update + validation)
-    return max(1, whole * interval + max(0, int((left - validation) / update)))
+    interval = epoch.updates if length.validation is None else length.validation.in_updates(epoch)
+    return max(1, int((60 * minutes - validation) / (update + validation / interval)))
 
 
 def set_length(trainer: Any, length: RunLength, epoch: Epoch) -> int:
