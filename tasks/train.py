@@ -90,10 +90,10 @@ def _train(config: dict[str, Any], folder: Path) -> float | None:
     init = config["init"]
     if checkpoint is not None and init is not None:
         config = {**config, "init": str(checkpoint)}  # the run needs the file no longer
-    given = config
-    config, datamodule, reason = _open(given)
+    wanted = config
+    config, datamodule, reason = _open(wanted)
     if automatic.plans(config):
-        config, reason = choose(automatic.with_found(given, updates=_plan(config, datamodule)), datamodule.info)
+        config, reason = choose(automatic.with_found(wanted, updates=_plan(config, datamodule)), datamodule.info)
     config = with_absolute_root({**config, "init": init})  # so that `evaluate` finds the data from any working folder
     if reason is not None:
         _print(reason)
@@ -140,7 +140,7 @@ def build(config: DictConfig | Config, *, initialized: bool = True) -> Parts:
 def _open(config: Config) -> tuple[dict[str, Any], TaskData, str | None]:
     """The configuration with the values that depend on the data, the data, and the reason for the values.
 
-    `recipe.learning_rate=find` stays.
+    `recipe.learning_rate=find` and `recipe.minutes` stay.
     """
     ready = with_any_choice(config)
     datamodule = registry.of(config).data.from_config(ready, device_batch_size(ready))

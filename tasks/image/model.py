@@ -21,13 +21,13 @@ from longseq.backbones.image import ImageBackbone, checkpoint_filter_fn
 from longseq.models import PLUGIN, TIMM, describe
 from longseq.plugin_models import TARGET, make_plugin_model
 from longseq.plugins import find_class
+from longseq.tasks.data.labels import name_some
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.training.model import (
     TaskModel,
     copy_weights,
     mixer_options,
     note,
-    note_new_head,
     refuse_difference,
 )
 from longseq.timm_models import DECISION, constructor_defaults, stated_by, stated_data
@@ -85,7 +85,8 @@ class ImageModel(TaskModel):
         theirs = [str(name) for name in loaded.data.get("class_names") or []]
         if theirs != info.class_names:
             head.load_state_dict(drawn)
-            note_new_head(model, info.class_names, theirs)
+            others = f"and the weights have {name_some(theirs)}" if theirs else "and the weights name none"
+            note(model, f"the head is new: the classes are {name_some(info.class_names)}, {others}")
 
     def untrained(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         if not config["model"].get("pretrained"):

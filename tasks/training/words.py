@@ -69,16 +69,12 @@ def _words_of_init(words: Sequence[str], config: DictConfig) -> list[str]:
     options = arguments.get("mixer_options") or {}
     nodes: dict[str, Any] = {"model": task.like(saved.config)}
     if "mixer" in arguments:
-        width = arguments.get("d_model") or arguments["embed_dim"]
+        sizes = {"embed_dim": arguments.get("d_model") or arguments["embed_dim"], "depth": arguments["depth"]}
         heads = {name: options[name] for name in ("num_heads", "head_dim") if options.get(name)}
         nodes["mixer"] = {"name": arguments["mixer"], "options": options}
-        nodes["scale"] = {
-            "name": INIT,
-            "model": "tiny",
-            "embed_dim": width,
-            "depth": arguments["depth"],
-            "mixer": heads,
-        }
+        nodes["scale"] = {"name": INIT, "model": "tiny", **sizes, "mixer": heads}
+        for name in ("d_model", *sizes):  # the scale's
+            nodes["model"].pop(name, None)
     chosen = {word.lstrip("+").partition("=")[0] for word in words}
     taken = [group for group, node in nodes.items() if node and group not in chosen]
     for group in taken:
