@@ -28,6 +28,7 @@ from longseq.tasks.report import print_rows, quiet_libraries, shorten
 from longseq.tasks.training import runs
 from longseq.tasks.training.configuration import resolve, spell_value, with_absolute_root
 from longseq.tasks.training.system import write_text
+from longseq.tasks.training.words import with_length
 
 SAMPLES = "samples"  # generated samples, shared by all runs
 RESULTS_FILE, TABLE_FILE, PLOT_FILE = "results.json", "table.md", "plot.png"
@@ -111,14 +112,9 @@ def plan(keys: Compare, given: Sequence[str]) -> list[Trial]:
     trials = []
     for (name, words), setting, rate in product(rows.items(), settings, rates):
         chosen = setting if rate is None else {**setting, "recipe.learning_rate": rate}
-        overrides = _combine(
-            [
-                *(keys.overrides or []),
-                *given,
-                *shlex.split(words),
-                *(f"{key}={spell_value(value)}" for key, value in chosen.items()),
-            ]
-        )
+        set_values = [f"{key}={spell_value(value)}" for key, value in chosen.items()]
+        layers = (keys.overrides or [], given, shlex.split(words), set_values)
+        overrides = _combine([word for layer in layers for word in with_length(layer)])
         composed = compose("train", overrides)
         OmegaConf.update(composed, "output", "")  # the folder does not depend on its own name
         for seed in keys.seeds:

@@ -30,6 +30,8 @@ Count = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
+# The units of the length of a run.
+UNITS = ("epochs", "updates", "tokens")
 # What a threshold is chosen by (see `longseq.tasks.training.metrics.choose_threshold`).
 Criterion = Literal["f1", "balanced_accuracy"]
 
@@ -228,6 +230,7 @@ class Recipe(Keys):
     epochs: Count | None = key(None, "the length of the run in epochs")
     updates: Count | None = key(None, "or in updates")
     tokens: Annotated[float, Field(ge=1)] | None = key(None, "or in tokens, over all devices")
+    minutes: Positive | None = key(None, "or in minutes with validations: the run plans its updates by their speed")
     validate_every_epochs: Count | None = key(None, "the interval between validations; all null: one epoch")
     validate_every_updates: Count | None = key(None, "or in updates")
     validate_every_tokens: Annotated[float, Field(ge=1)] | None = key(None, "or in tokens")
@@ -308,7 +311,7 @@ class Train(Command):
     callbacks: dict[str, dict[str, Any] | None] = key({}, "Lightning callbacks by name; null leaves one out")
     logger: dict[str, Any] | None = key(None, "TensorBoard and others")
     seed: int = key(0, "the seed of the weights, of the order of samples, and of their augmentation", ge=0, lt=2**32)
-    init: str | None = key(None, "a checkpoint, FOLDER or hf-hub:OWNER/NAME with the first weights")
+    init: str | None = key(None, "a checkpoint, FOLDER or hf-hub:OWNER/NAME: the first weights, and their model")
     learning_rate_finder: Finder = key(Finder(), "of recipe.learning_rate=find")
     resume: bool | str = key(False, "true: continue the newest unfinished run of this configuration; or a checkpoint")
     optimized_metric: str | None = key("${task.metric}", "the metric that a run returns to a sweep (-m)")

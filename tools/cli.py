@@ -178,6 +178,7 @@ def _run_verb(verb: str, arguments: list[str]) -> None:
 
     from longseq import plugins
     from longseq.tasks.training import runs  # noqa: F401  registers the resolver of hydra.run.dir
+    from longseq.tasks.training.words import complete
     from longseq.tools.deferred_metrics import defer_torchmetrics
     from longseq.tools.groups import load_plugins
     from longseq.tools.key_help import register
@@ -186,6 +187,8 @@ def _run_verb(verb: str, arguments: list[str]) -> None:
     words = [quote(verb, argument) for argument in flags_first(arguments)]
     load_plugins(words)
     register()
+    if verb in ("train", "describe"):
+        words = complete(verb, words)
     command_line, declared = sys.argv, plugins.loaded()
 
     def task(cfg: Any) -> Any:

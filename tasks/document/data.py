@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_only
 
-from longseq.models import read as read_model
 from longseq.plugins import plugin_of
 from longseq.tasks.config import read
 from longseq.tasks.data.labels import Labels, count_classes, find_weights, rarest_labels, sort_names, targets_of
@@ -30,7 +29,7 @@ from longseq.tasks.document.inputs import DocumentFiles
 from longseq.tasks.document.model import LINEAR
 from longseq.tasks.document.sources import Reader, Sample
 from longseq.tasks.text import store
-from longseq.tasks.text.corpora import in_cache
+from longseq.tasks.text.corpora import in_cache, tokenizer_of
 from longseq.tasks.text.documents import batched, encode
 from longseq.tasks.text.prepare import manifest_of
 from longseq.tasks.text.sources import Document, Malformed
@@ -257,7 +256,7 @@ class DocumentData(TaskData):
             if trained is not None and (trained.tokenizer is not None or opened.vocab_size > trained.vocab_size):
                 raise ValueError(f"data.source={self.keys.source} has other tokens than the model")
             return Bare(opened.vocab_size)
-        known = self._initial_tokenizer() if trained is None else trained.make_tokenizer().to_dict()
+        known = tokenizer_of(self._init) if trained is None else trained.make_tokenizer().to_dict()
         if known is not None and choice in (None, "init"):
             return tokenizer_from_dict(known)
         size = None if choice is None else trained_size(choice)
@@ -270,14 +269,6 @@ class DocumentData(TaskData):
         if known is not None and not same_tokenizer(tokenizer.to_dict(), known):
             raise ValueError(f"data.tokenizer={choice} is another tokenizer than the model was trained with")
         return tokenizer
-
-    def _initial_tokenizer(self) -> Mapping[str, Any] | None:
-        """The tokenizer of the checkpoint with the initial weights; None without one that reads text."""
-        if self._init is None:
-            return None
-        saved = read_model(self._init, label=f"init={self._init}")
-        data = (saved.run.get("hyper_parameters") or {}).get("data") or {}
-        return data.get("tokenizer") or (saved.text or {}).get("tokenizer")
 
     def _prepare(self, reader: Reader, tokenizer: Tokenizer | Bare, split: str) -> Labelled:
         """The documents of a reader as tokens, from the cache if it has them."""

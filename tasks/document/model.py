@@ -15,10 +15,17 @@ from longseq.backbones.document_pairs import PairClassifier
 from longseq.backbones.linear_text import LinearTextClassifier
 from longseq.backbones.tokens import TokenBackbone
 from longseq.tasks.document.batch import Split
-from longseq.tasks.document.config import DocumentInfo, LinearModelKeys
+from longseq.tasks.document.config import DocumentInfo, DocumentModelKeys, LinearModelKeys
 from longseq.tasks.training.checkpoint import Loaded
+from longseq.tasks.training.configuration import BodyKeys
 from longseq.tasks.training.model import TaskModel, note
-from longseq.tasks.training.token_model import build_seeded, check_alike, check_tokenizer, have_one_tokenizer
+from longseq.tasks.training.token_model import (
+    body_like,
+    build_seeded,
+    check_alike,
+    check_tokenizer,
+    have_one_tokenizer,
+)
 
 # The values of `config.model.name`.
 MODELS: Mapping[str, type[TextClassifier]] = {"document": TextClassifier, "document_pair": PairClassifier}
@@ -31,6 +38,16 @@ class DocumentModel(TaskModel):
     """Builds the classifier that `config.model` describes, for the classes and the vocabulary of the documents."""
 
     starts_from = ("lm",)
+
+    def like(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        kind = saved.get("kind")
+        if kind in MODELS:
+            return {"defaults": [kind, "_self_"], **body_like(saved, DocumentModelKeys)}
+        if kind != "token":
+            return {}
+        body = body_like(saved, BodyKeys)
+        del body["direction"]  # a language model reads forward
+        return {"defaults": ["document", "_self_"], **body}
 
     def build(self, config: Mapping[str, Any], info: DocumentInfo) -> nn.Module:
         """The model of a configuration; an option that is null has the model's default.

@@ -243,7 +243,7 @@ def choose_recipe(config: Mapping[str, Any], info: DataInfo | None, parts: int =
     if isinstance(recipe.get("updates"), int):
         length: float | None = recipe["updates"] / max(1, images // batch)
     else:
-        length = None if recipe.get("tokens") is not None else epochs
+        length = epochs if recipe.get("tokens") is recipe.get("minutes") is None else None
     if tuned:
         rate = float(f"{1e-4 * math.sqrt(batch / SMALLEST_BATCH):.2g}")
     elif large:
@@ -283,9 +283,9 @@ def _explain(
     """The choice and its reason, in one line."""
     recipe = config["recipe"]
     rate = "that is searched" if values["learning_rate"] == FIND else values["learning_rate"]
-    updates = recipe.get("updates")
-    count, unit = (updates, "update") if isinstance(updates, int) else (values["epochs"], "epoch")
-    length = f"{count:,} {unit}{'s' * (count != 1)}"
+    stated = [(recipe[unit], unit[:-1]) for unit in ("updates", "tokens", "minutes") if recipe.get(unit) is not None]
+    count, unit = stated[0] if stated else (values["epochs"], "epoch")
+    length = f"{count:,} {unit}{'s' * (count != 1)}".replace(".0 ", " ")
     strong = values["augment.repeats"] > 1
     why = "trained weights, tuned gently" if trained else "as for ImageNet" if strong else "few images, seen often"
     data = f"{images:,} images" + ("" if info is None else f" of {info.num_classes} classes at {info.img_size} px")

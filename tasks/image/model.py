@@ -18,16 +18,16 @@ from timm.models import adapt_input_conv, get_model_input_config, load_state_dic
 from torch import Tensor, nn
 
 from longseq.backbones.image import ImageBackbone, checkpoint_filter_fn
-from longseq.models import describe
+from longseq.models import PLUGIN, TIMM, describe
 from longseq.plugin_models import TARGET, make_plugin_model
 from longseq.plugins import find_class
+from longseq.tasks.data.labels import name_some
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.training.model import (
     TaskModel,
     copy_weights,
     mixer_options,
     note,
-    note_new_head,
     refuse_difference,
 )
 from longseq.timm_models import DECISION, constructor_defaults, stated_by, stated_data
@@ -38,12 +38,25 @@ if TYPE_CHECKING:
 # The endings of files that hold only weights.
 _WEIGHTS = (".safetensors", ".pth", ".pt", ".bin", ".pth.tar")
 
+# Arguments of models that the data or other groups of a configuration determine.
+_OF_DATA = ("img_size", "in_chans", "num_classes", "mixer", "mixer_options", "saved_by")
+
 # Arguments of `ImageBackbone` that change the function of weights with the same shapes. The pooling may change.
 _FUNCTION = ("mixer", "mixer_options", "depth", "direction", "class_token", "no_embed_class", "norm", "norm_eps")
 
 
 class ImageModel(TaskModel):
     """Builds models of `timm.create_model`, including longseq's, and models of a plug-in's class."""
+
+    def like(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        kind, stated = saved.get("kind", TIMM), saved.get("model_args", {})
+        keys = {name: value for name, value in stated.items() if name not in _OF_DATA}
+        if kind == PLUGIN:
+            return {"defaults": ["own", "_self_"], **keys}
+        if kind not in ("image", TIMM):
+            return {}
+        kept = {name: value for name, value in keys.items() if "drop" not in name}
+        return {"defaults": ["vit" if kind == "image" else "timm", "_self_"], **kept, "name": saved["architecture"]}
 
     def build(self, config: Mapping[str, Any], info: DataInfo) -> nn.Module:
         """The model that `config.model` names; a null option has the value of `recipe.model`, or else the default."""
@@ -72,7 +85,8 @@ class ImageModel(TaskModel):
         theirs = [str(name) for name in loaded.data.get("class_names") or []]
         if theirs != info.class_names:
             head.load_state_dict(drawn)
-            note_new_head(model, info.class_names, theirs)
+            others = f"and the weights have {name_some(theirs)}" if theirs else "and the weights name none"
+            note(model, f"the head is new: the classes are {name_some(info.class_names)}, {others}")
 
     def untrained(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         if not config["model"].get("pretrained"):

@@ -12,7 +12,7 @@ from longseq.tasks.data.loader import BatchLoader, TrainingLoader, find_place, f
 from longseq.tasks.data.module import TaskData, refuse_larger_shares, same_root
 from longseq.tasks.data.sampler import UpdateSampler
 from longseq.tasks.text.batch import WindowBatches
-from longseq.tasks.text.corpora import fractions_of, open_corpora
+from longseq.tasks.text.corpora import fractions_of, keep_tokenizer, open_corpora, tokenizer_of
 from longseq.tasks.text.keys import READ_BY, TextDataKeys
 from longseq.tasks.text.store import STAGES, TokenStore
 from longseq.tasks.text.tokenizer import TextInfo
@@ -71,6 +71,8 @@ class LanguageModelData(TaskData):
         keys = read(TextDataKeys, config["data"], "data")
         if batch_size % keys.window:
             raise ValueError(f"a device's batch of {batch_size} tokens has no whole windows of {keys.window}")
+        if keys.tokenizer is None and keys.source in READ_BY["tokenizer"]:
+            keys = _with_tokenizer(keys, tokenizer_of(config.get("init")))
         datamodule = cls(keys, batch_size=batch_size // keys.window, seed=config["seed"])
         datamodule.setup()
         return datamodule
@@ -90,6 +92,8 @@ class LanguageModelData(TaskData):
             own = {key: None if key in READ_BY else value for key, value in own.items()}
         # Weights are for training, and another root may have another number of entries.
         keys = read(TextDataKeys, {**own, "weights": None, **changes}, "data")
+        if keys.tokenizer is None and keys.source in READ_BY["tokenizer"]:
+            keys = _with_tokenizer(keys, trained.tokenizer)
         run = read(TextDataKeys, config["data"], "data") if config.get("data") else None
         if run is not None and run.source == keys.source and same_root(run.root, keys.root):
             refuse_larger_shares({STAGES[split]: fractions_of(keys)[STAGES[split]]}, fractions_of(run))
@@ -196,3 +200,8 @@ class LanguageModelData(TaskData):
         if self.keys.packing == "streams":
             return StreamSampler(cut[0], self.batch_size, seed=self.seed, **place)
         return MixedSampler(cut, self.batch_size, weights=self.keys.weights, seed=self.seed, **place)
+
+
+def _with_tokenizer(keys: TextDataKeys, tokenizer: Mapping[str, Any] | None) -> TextDataKeys:
+    """The keys with the tokenizer of a model, if there is one."""
+    return keys if tokenizer is None else keys.model_copy(update={"tokenizer": keep_tokenizer(tokenizer, keys.cache)})

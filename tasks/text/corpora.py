@@ -8,12 +8,14 @@ import logging
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
 
+from longseq.hub import find_source
+from longseq.models import read
 from longseq.tasks.report import long_step, shorten
 from longseq.tasks.text.documents import Fractions, encode, store_of
 from longseq.tasks.text.keys import TextDataKeys
@@ -21,6 +23,8 @@ from longseq.tasks.text.prepare import describe, plan_of, prepare
 from longseq.tasks.text.sources import STREAM, TEXT, Columns, Document, Part, find_parts, group_files, read_part
 from longseq.tasks.text.store import MANIFEST, TokenStore, open_store
 from longseq.tasks.text.tokenizer import ByteTokenizer
+from longseq.tasks.training.system import write_text
+from longseq.tokenizer_files import TOKENIZER_FILE, tokenizer_files
 
 _log = logging.getLogger(__name__)
 
@@ -52,6 +56,23 @@ def open_corpora(keys: TextDataKeys) -> list[TokenStore]:
         path = root if root.startswith(STREAM) else os.path.realpath(root)
         stores.append(_prepared(Path(root).resolve().stem, find_parts([path], columns), columns, fractions, keys))
     return stores
+
+
+def tokenizer_of(init: str | None) -> Mapping[str, Any] | None:
+    """The tokenizer of a checkpoint, folder or repository of the hub; None without one that reads text."""
+    saved = None if init is None else read(find_source(init), label=f"init={init}")
+    return None if saved is None else (saved.text or {}).get("tokenizer")
+
+
+def keep_tokenizer(tokenizer: Mapping[str, Any], cache: str | None) -> str:
+    """The value of `data.tokenizer` for a model's tokenizer: `bytes`, or a folder in the cache with its files."""
+
+    def write(folder: Path) -> None:
+        for name, text in reversed(tokenizer_files(tokenizer).items()):  # tokenizer.json last
+            write_text(folder / name, text)
+
+    is_bytes = tokenizer["kind"] == "bytes"
+    return "bytes" if is_bytes else str(in_cache("tokenizer", dict(tokenizer), cache, TOKENIZER_FILE, write))
 
 
 def fractions_of(keys: TextDataKeys) -> dict[str, float]:

@@ -33,7 +33,7 @@ class TextDataKeys(Keys):
     )
     weights: Annotated[list[Positive], Field(min_length=1)] | None = key(None, "the share of each root")
     check: bool = key(True, "compare the checksums of prepared tokens")
-    tokenizer: str | None = key(None, "bytes, a tokenizer.json or its folder, train:16384")
+    tokenizer: str | None = key(None, "bytes, a tokenizer.json or its folder, train:16384; null: init's, else bytes")
     separator: str | None = key(None, "the token between documents")
     column: str | None = key(None, "the column of the text, in jsonl, tables and saved sets")
     prompt_column: str | None = key(None, "the column of the prompts, which are read and not trained on")

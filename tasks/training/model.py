@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -14,7 +14,6 @@ from longseq import mixers
 from longseq.backbones.likeness import find_difference
 from longseq.mixers.pattern import options_by_name
 from longseq.models import PretrainedModel, describe, kind_of
-from longseq.tasks.data.labels import name_some
 
 if TYPE_CHECKING:
     from longseq.tasks.training.checkpoint import Loaded
@@ -38,6 +37,13 @@ class TaskModel(ABC):
     @abstractmethod
     def build(self, config: Mapping[str, Any], info: Any) -> nn.Module:
         """The model that `config.model` names, for the data of `info`, with weights drawn from `config.seed`."""
+
+    def like(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """The keys of `model`, and Hydra's defaults for them, for a model like that of a config.json.
+
+        Dropout and other keys of a training keep their defaults. Empty for a model from which the task cannot start.
+        """
+        return {}
 
     def notes(self, model: nn.Module) -> list[str]:
         """Lines about the weights from which a run starts, collected by `note`."""
@@ -76,12 +82,6 @@ class TaskModel(ABC):
 def note(model: nn.Module, line: str) -> None:
     """Keep a line for `TaskModel.notes`."""
     _NOTES.setdefault(model, []).append(line)
-
-
-def note_new_head(model: nn.Module, own: Sequence[str], theirs: Sequence[str]) -> None:
-    """Note that the head is new, since the data have the classes `own` and the weights `theirs`."""
-    others = f"and the weights have {name_some(theirs)}" if theirs else "and the weights name none"
-    note(model, f"the head is new: the classes are {name_some(own)}, {others}")
 
 
 def refuse_difference(own: Mapping[str, Any], its: Mapping[str, Any], ignored: Collection[str] = ()) -> None:

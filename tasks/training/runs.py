@@ -68,6 +68,7 @@ LENGTH_KEYS = (
     "recipe.epochs",
     "recipe.updates",
     "recipe.tokens",
+    "recipe.minutes",
     "recipe.schedule.decay_epochs",
     "recipe.schedule.decay_fn",
     "recipe.schedule.min_lr",

@@ -16,12 +16,13 @@ from timm.scheduler.scheduler import Scheduler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from longseq.tasks.config import UNITS
+
 if TYPE_CHECKING:
     from longseq.tasks.training.recipe import Training
 
 _log = logging.getLogger(__name__)
 
-UNITS = ("epochs", "updates", "tokens")
 WARMUPS = tuple(f"warmup_{unit}" for unit in UNITS)
 
 # The warm-up's share of a run, if the recipe's warm-up is longer than the run.
@@ -116,7 +117,7 @@ class RunLength:
         for prefix in ("", "warmup_", "validate_every_"):
             self._find(prefix)
         if self._find("") is None:
-            raise ValueError("give the length of the run: one of recipe.epochs, recipe.updates and recipe.tokens")
+            raise ValueError("give the run a length: recipe.epochs, recipe.updates, recipe.tokens or recipe.minutes")
 
     @classmethod
     def from_recipe(cls, recipe: Mapping[str, Any]) -> RunLength:
@@ -158,6 +159,15 @@ class RunLength:
         if len(spans) > 1:
             raise ValueError(f"{' and '.join(f'{span.key}={span.count:g}' for span in spans)}: give only one")
         return spans[0] if spans else None
+
+
+def fit_updates(minutes: float, update: float, validation: float, length: RunLength, epoch: Epoch) -> int:
+    """The updates that take `minutes` with a validation after each interval of `length` and at the end; at least 1.
+
+    `update` and `validation` are the seconds of each.
+    """
+    interval = epoch.updates if length.validation is None else length.validation.in_updates(epoch)
+    return max(1, int((60 * minutes - validation) / (update + validation / interval)))
 
 
 def set_length(trainer: Any, length: RunLength, epoch: Epoch) -> int:

@@ -15,6 +15,7 @@ from longseq.mixers.contract import check_sequences_apart
 from longseq.mixers.registry import name_of
 from longseq.models import describe
 from longseq.tasks.training.checkpoint import Loaded
+from longseq.tasks.training.configuration import BodyKeys, TokenModelKeys
 from longseq.tasks.training.model import TaskModel, mixer_options, refuse_difference
 from longseq.tokenizer_files import same_tokenizer
 
@@ -24,10 +25,20 @@ ModelT = TypeVar("ModelT")
 class TokenModel(TaskModel):
     """Builds token models; each task's own class passes the vocabulary."""
 
+    def like(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        return {"defaults": ["token", "_self_"], **body_like(saved)} if saved.get("kind") == "token" else {}
+
     def initialize(self, model: Any, trained: Any) -> None:
         """As `TaskModel.initialize`; ValueError also if the models compute different functions of the same weights."""
         super().initialize(model, trained)
         check_alike(model, trained, ignored=("vocab_size", "direction", "share_directions", "merge"))
+
+
+def body_like(saved: Mapping[str, Any], keys: type[BodyKeys] = TokenModelKeys) -> dict[str, Any]:
+    """The keys of the class `keys` that a saved model states, without its dropout (see `TaskModel.like`)."""
+    stated = saved["model_args"]
+    found = {name: stated[name] for name in keys.model_fields if name in stated and "drop" not in name}
+    return {**found, "mlp": found["mlp"] or "none"}
 
 
 def check_alike(model: TokenBackbone, trained: TokenBackbone, ignored: Collection[str]) -> None:

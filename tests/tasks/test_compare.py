@@ -122,6 +122,12 @@ def plan_of(folder: Path, *given: str, **keys: Any) -> compare.Trial:
     return trial
 
 
+def test_a_length_replaces_that_of_the_comparison(tmp_path: Path) -> None:
+    with initialize_config_module("longseq.conf", version_base="1.3"):
+        recipe = plan_of(tmp_path, "recipe.updates=3", overrides=["recipe.epochs=40"]).config["recipe"]
+    assert (recipe["epochs"], recipe["updates"]) == (None, 3)
+
+
 def row(mixer: str, depth: int, rate: float, seed: int, **metrics: float) -> dict[str, Any]:
     told = {"higher_is_better": {"val/accuracy": True, "test/accuracy": True, "val/loss": False}}
     found = {"metrics": {name.replace("__", "/"): value for name, value in metrics.items()} | told} if metrics else {}

@@ -266,6 +266,39 @@ def test_our_weights_are_tuned_with_a_new_head_for_classes_of_other_names(tmp_pa
     assert not torch.equal(own["head.weight"], tuned["other"]["head.weight"])
 
 
+@pytest.mark.slow
+def test_a_command_takes_the_model_of_a_folder_for_other_classes_and_another_size(tmp_path, command):
+    options = {"embed_dim": 16, "depth": 1, "img_size": 8, "patch_size": 4, "stride": 2, "global_pool": "avg"}
+    model = timm.create_model(
+        "longseq_vit_small_patch16_224",
+        mixer="gla",
+        mixer_options={"num_heads": 2},
+        num_classes=3,
+        in_chans=1,
+        **options,
+    )
+    model.save_pretrained(tmp_path / "ours")
+    resnet = timm.create_model("resnet10t", num_classes=3, in_chans=1)
+    longseq.save_pretrained(resnet, tmp_path / "theirs")
+    words = (
+        "data.img_size=12",
+        "data.num_workers=0",
+        "trainer=cpu",
+        "recipe=finetune",
+        "+trainer.limit_train_batches=1",
+    )
+    for name in ("ours", "theirs"):
+        done = command(tmp_path, "train", *words, f"init={name}", "recipe.epochs=1", f"output={name}_tuned")
+        assert done.returncode == 0, done.stderr
+        assert "the head is new" in done.stdout
+    tuned, its = (
+        one.describe()["model_args"] for one in (longseq.from_pretrained(tmp_path / "ours_tuned/model"), model)
+    )
+    sizes = {"img_size": 12, "num_classes": 10, "drop_path_rate": tuned["drop_path_rate"]}
+    assert tuned == {**its, **sizes}
+    assert timm.create_model(f"local-dir:{tmp_path / 'theirs_tuned/model'}").num_classes == 10
+
+
 def open_info(images: int) -> DataInfo:
     channels = [0.5] * 3
     return DataInfo(["a", "b"], 2, 224, 3, channels, channels, "bicubic", 1.0, sizes={"train": images})
