@@ -116,7 +116,7 @@ class ScoresByLength(nn.Module):
 
 @targets.register("callback")
 class LinearBaseline(Callback):
-    """Fits the linear model to the training documents of a run, and measures it on the test documents.
+    """Fits the linear model to the training documents before a run trains, and measures it on the test documents.
 
     It reads the documents after truncation; its metrics are `test/linear_accuracy` and so on. A run with more than
     `most_documents` training documents leaves it out.
@@ -128,14 +128,22 @@ class LinearBaseline(Callback):
         self.documents = 0
 
     @rank_zero_only
-    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         if isinstance(pl_module.backbone, LinearTextClassifier):
             return
         self.documents = data.info.sizes["train"] or 0
-        if self.documents <= self.most_documents:
-            model = fit_linear(read_documents(data.split("train")), data.info, LinearModelKeys())
-            self.scores = measure(model, read_documents(data.split("test")), data.info)
+        if self.scores or self.documents > self.most_documents:
+            return
+        model = fit_linear(read_documents(data.split("train")), data.info, LinearModelKeys())
+        self.scores = measure(model, read_documents(data.split("test")), data.info)
+        print(f"linear model: test/accuracy {self.scores['accuracy']:.4f}, TF-IDF and logistic regression", flush=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scores": self.scores}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.scores = state_dict["scores"]
 
 
 @torch.inference_mode()
