@@ -5,7 +5,6 @@ model records of them.
 from __future__ import annotations
 
 import math
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -16,7 +15,7 @@ from longseq.tasks.config import Choice, ClassifierGroup, Count, Keys, Share, Ta
 from longseq.tasks.data.info import Info
 from longseq.tasks.data.labels import ClassWeights, Sampling, check_label_keys
 from longseq.tasks.text.tokenizer import Tokenizer, tokenizer_from_dict
-from longseq.tasks.training.automatic import settle, value_of
+from longseq.tasks.training.automatic import AUTO, settle, value_of
 from longseq.tasks.training.configuration import BodyKeys
 
 Fraction = Annotated[float, Field(gt=0, lt=1)]
@@ -156,21 +155,24 @@ BATCH = 8192
 
 
 def choose_by_documents(config: Mapping[str, Any], info: DocumentInfo | None, parts: int = 1) -> Choice:
-    """The values of the keys that are `auto` in data=documents and in its recipe and model, for the documents of `info`.
+    """The values of the keys that are `auto` in data=documents and its recipe and model, for the documents of `info`.
 
     Values that the configuration gives are kept, and others follow from them. `parts`, the devices times the
     accumulated batches, divide the batch. Without `info`, before the data is open, 1,000 short documents are assumed.
     """
-    trained = config.get("init") is not None
+    trained, recipe = config.get("init") is not None, config["recipe"]
     documents, longest = (1_000, 1) if info is None else (info.sizes["train"] or 0, info.window)
     tokens = 300_000 if info is None else info.tokens or 0
     window, buckets = next(row[1:] for row in ROWS if documents < row[0])
-    given = value_of(config, "data.max_length", None)
-    most = window if given is None and longest > WHOLE else given
-    crops = value_of(config, "data.random_crops", given is None and most is not None)
-    read = tokens if most is None else min(tokens, documents * most)
-    epochs = value_of(config, "recipe.epochs", max(FEWEST, min(MOST, round(TOKENS / max(1, read)))))
-    batch = value_of(config, "recipe.batch_size", math.ceil(max(BATCH, most or longest) / parts) * parts)
+    given, batch, epochs = config["data"].get("max_length"), recipe["batch_size"], recipe.get("epochs")
+    whole = min(WHOLE, batch // parts) if isinstance(batch, int) else WHOLE  # a device's batch holds each document
+    most = min(window, whole) if given == AUTO and longest > whole else None if given == AUTO else given
+    crops = value_of(config, "data.random_crops", given == AUTO and most is not None)
+    held = longest if not isinstance(most, int) else min(most, longest)
+    read = min(tokens, documents * held)
+    fitting = max(FEWEST, min(MOST, round(TOKENS / max(1, read))))
+    in_epochs = not (recipe.get("updates") or recipe.get("tokens"))
+    validations = (epochs if isinstance(epochs, int) else fitting) // 5 if in_epochs else 1
     values: dict[str, Any] = {
         "data.tokenizer": None if trained else "train:8192",
         "data.max_length": most,
@@ -182,12 +184,14 @@ def choose_by_documents(config: Mapping[str, Any], info: DocumentInfo | None, pa
         "model.ngram_buckets": buckets,
         "model.dropout": 0.0 if trained else 0.3,
         "model.head_dropout": 0.0 if trained else 0.3,
-        "recipe.epochs": epochs,
-        "recipe.validate_every_epochs": 1 if epochs is None else max(1, epochs // 5),
-        "recipe.batch_size": batch,
+        "recipe.epochs": fitting,
+        "recipe.validate_every_epochs": max(1, validations),
+        "recipe.batch_size": math.ceil(max(min(BATCH, read // 32), held * parts) / parts) * parts,
         "recipe.learning_rate": 8e-3,
     }
-    if info is not None and crops and _carries_state(settle(config, Choice(values, "")), info):
+    if info is None:
+        return Choice(values, "")
+    if crops and _carries_state(settle(config, Choice(values, "")), info):
         values |= {"data.truncation": "none", "data.segment": SEGMENT}
     return Choice(values, _explain(settle(config, Choice(values, "")), documents, tokens))
 
@@ -206,15 +210,14 @@ def _carries_state(config: Mapping[str, Any], info: DocumentInfo) -> bool:
 def _explain(config: Mapping[str, Any], documents: int, tokens: int) -> str:
     """The choice in one line."""
     data, model, recipe = config["data"], config["model"], config["recipe"]
-    most, ngrams = data["max_length"], model.get("hashed_ngrams", 1)
+    most, ngrams = data["max_length"], model.get("hashed_ngrams") or 1
     reading = "whole documents" if most is None else f"{most:,} tokens of a document"
     reading += ", at random places in training" if data["random_crops"] else ""
     reading += ", whole ones in evaluation" if most is not None and data["truncation"] == "none" else ""
-    ended = next((f"{recipe[unit]:,} {unit}" for unit in ("updates", "tokens", "epochs") if recipe.get(unit)), "")
+    length = next((f"{recipe[unit]:,} {unit}" for unit in ("updates", "tokens", "epochs") if recipe.get(unit)), "")
     return (
-        f"recipe {recipe['name']} for {documents:,} documents of {tokens:,} tokens (tokenizer={data['tokenizer']}): "
-        f"{reading}; n-grams of up to {ngrams} tokens, {model.get('direction')}; batch {recipe['batch_size']:,} tokens, "
-        f"{ended}, learning rate {recipe['learning_rate']}"
+        f"recipe {recipe['name']} for {documents:,} documents of {tokens:,} tokens: {reading}; n-grams of {ngrams} "
+        f"tokens; batch {recipe['batch_size']:,} tokens, {length}, learning rate {recipe['learning_rate']}"
     )
 
 

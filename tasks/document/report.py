@@ -196,6 +196,14 @@ class DocumentReport(ClassReport):
             rows.append(("linear model", text))
         return rows + super().rows(module, info)
 
+    def closing(self, module: DocumentTask, info: DocumentInfo) -> str | None:
+        scores = {} if (baseline := _baseline(module)) is None else baseline.scores
+        name = str(module.metric).rpartition("/")[2]
+        name = name if name in scores else "accuracy"
+        own = float(module.trainer.callback_metrics[f"test/{name}"])
+        ahead = (scores.get(name, own) - own) * (1 if module.directions().get(f"test/{name}", True) else -1)
+        return f"the linear model is better on this set by {ahead:.4f} {name}: model=linear" if ahead > 0 else None
+
     def next_commands(self, checkpoint: str) -> list[str]:
         return [*super().next_commands(checkpoint), f"longseq predict {checkpoint} input=FILE"]
 
