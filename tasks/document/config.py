@@ -182,6 +182,7 @@ def choose_by_documents(config: Mapping[str, Any], info: DocumentInfo | None, pa
         "model.direction": "bidirectional" if trained else "forward",
         "model.hashed_ngrams": 1 if trained else 3,
         "model.ngram_buckets": buckets,
+        "model.mlp": "swiglu" if trained else "none",
         "model.dropout": 0.0 if trained else 0.3,
         "model.head_dropout": 0.0 if trained else 0.3,
         "recipe.epochs": fitting,

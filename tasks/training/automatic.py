@@ -22,7 +22,7 @@ CHOSEN = "chosen"
 OTHERS = (
     "recipe.model.drop_path_rate",
     *(f"data.{key}" for key in ("tokenizer", "max_length", "truncation", "random_crops", "segment")),
-    *(f"model.{key}" for key in ("direction", "hashed_ngrams", "ngram_buckets", "dropout", "head_dropout")),
+    *(f"model.{key}" for key in ("direction", "hashed_ngrams", "ngram_buckets", "mlp", "dropout", "head_dropout")),
 )
 
 _ANY_RATE = 1e-3  # until the rate is found
