@@ -122,6 +122,17 @@ class LinearModelKeys(Keys):
     inverse_regularization: Annotated[float, Field(gt=0)] = key(10.0, "scikit-learn's C")
 
 
+# (training documents below this number, the most tokens of a document that an epoch reads, buckets of n-grams)
+ROWS = ((5_000, 1024, 32_768), (20_000, 512, 65_536), (math.inf, 512, 131_072))
+# Documents of at most so many tokens are read whole; of longer ones training reads windows.
+WHOLE = 4096
+# The tokens in memory when evaluation reads such a document.
+SEGMENT = 16_384
+# What training reads in all, and the epochs that this may be: about ten minutes on two cores with model=documents.
+TOKENS, FEWEST, MOST = 24_000_000, 2, 20
+BATCH = 8192
+
+
 @dataclass(frozen=True)
 class DocumentKeys(TaskKeys):
     """The keys of document classifiers."""
@@ -140,61 +151,45 @@ class DocumentKeys(TaskKeys):
         check_metrics(group["metric"], group["metrics"], multi_label=several, tables=TABLES)
 
     def choose(self, config: Mapping[str, Any], info: DocumentInfo | None, parts: int) -> Choice:
-        return choose_by_documents(config, info, parts)
+        """As `TaskKeys.choose`, for the keys of data=documents and of its recipe and model.
 
-
-# (training documents below this number, the most tokens of a document that an epoch reads, buckets of n-grams)
-ROWS = ((5_000, 1024, 32_768), (20_000, 512, 65_536), (math.inf, 512, 131_072))
-# Documents of at most so many tokens are read whole; of longer ones training reads windows.
-WHOLE = 4096
-# The tokens in memory when evaluation reads such a document.
-SEGMENT = 16_384
-# What training reads in all, and the epochs that this may be: about ten minutes on two cores with model=documents.
-TOKENS, FEWEST, MOST = 24_000_000, 2, 20
-BATCH = 8192
-
-
-def choose_by_documents(config: Mapping[str, Any], info: DocumentInfo | None, parts: int = 1) -> Choice:
-    """The values of the keys that are `auto` in data=documents and its recipe and model, for the documents of `info`.
-
-    Values that the configuration gives are kept, and others follow from them. `parts`, the devices times the
-    accumulated batches, divide the batch. Without `info`, before the data is open, 1,000 short documents are assumed.
-    """
-    trained, recipe = config.get("init") is not None, config["recipe"]
-    documents, longest = (1_000, 1) if info is None else (info.sizes["train"] or 0, info.window)
-    tokens = 300_000 if info is None else info.tokens or 0
-    window, buckets = next(row[1:] for row in ROWS if documents < row[0])
-    given, batch, epochs = config["data"].get("max_length"), recipe["batch_size"], recipe.get("epochs")
-    whole = min(WHOLE, batch // parts) if isinstance(batch, int) else WHOLE  # a device's batch holds each document
-    most = min(window, whole) if given == AUTO and longest > whole else None if given == AUTO else given
-    crops = value_of(config, "data.random_crops", given == AUTO and most is not None)
-    held = longest if not isinstance(most, int) else min(most, longest)
-    read = min(tokens, documents * held)
-    fitting = max(FEWEST, min(MOST, round(TOKENS / max(1, read))))
-    in_epochs = not (recipe.get("updates") or recipe.get("tokens"))
-    validations = (epochs if isinstance(epochs, int) else fitting) // 5 if in_epochs else 1
-    values: dict[str, Any] = {
-        "data.tokenizer": None if trained else "train:8192",
-        "data.max_length": most,
-        "data.truncation": "none" if most is None else "middle",
-        "data.random_crops": crops,
-        "data.segment": None,
-        "model.direction": "bidirectional" if trained else "forward",
-        "model.hashed_ngrams": 1 if trained else 3,
-        "model.ngram_buckets": buckets,
-        "model.mlp": "swiglu" if trained else "none",
-        "model.dropout": 0.0 if trained else 0.3,
-        "model.head_dropout": 0.0 if trained else 0.3,
-        "recipe.epochs": fitting,
-        "recipe.validate_every_epochs": max(1, validations),
-        "recipe.batch_size": math.ceil(max(min(BATCH, read // 32), held * parts) / parts) * parts,
-        "recipe.learning_rate": 8e-3,
-    }
-    if info is None:
-        return Choice(values, "")
-    if crops and _carries_state(settle(config, Choice(values, "")), info):
-        values |= {"data.truncation": "none", "data.segment": SEGMENT}
-    return Choice(values, _explain(settle(config, Choice(values, "")), documents, tokens))
+        Before the data is open, 1,000 short documents are assumed.
+        """
+        trained, recipe = config.get("init") is not None, config["recipe"]
+        documents, longest = (1_000, 1) if info is None else (info.sizes["train"] or 0, info.window)
+        tokens = 300_000 if info is None else info.tokens or 0
+        window, buckets = next(row[1:] for row in ROWS if documents < row[0])
+        given, batch, epochs = config["data"].get("max_length"), recipe["batch_size"], recipe.get("epochs")
+        whole = min(WHOLE, batch // parts) if isinstance(batch, int) else WHOLE  # a device's batch holds each document
+        most = min(window, whole) if given == AUTO and longest > whole else None if given == AUTO else given
+        crops = value_of(config, "data.random_crops", given == AUTO and most is not None)
+        held = longest if not isinstance(most, int) else min(most, longest)
+        read = min(tokens, documents * held)
+        fitting = max(FEWEST, min(MOST, round(TOKENS / max(1, read))))
+        in_epochs = not (recipe.get("updates") or recipe.get("tokens"))
+        validations = (epochs if isinstance(epochs, int) else fitting) // 5 if in_epochs else 1
+        values: dict[str, Any] = {
+            "data.tokenizer": None if trained else "train:8192",
+            "data.max_length": most,
+            "data.truncation": "none" if most is None else "middle",
+            "data.random_crops": crops,
+            "data.segment": None,
+            "model.direction": "bidirectional" if trained else "forward",
+            "model.hashed_ngrams": 1 if trained else 3,
+            "model.ngram_buckets": buckets,
+            "model.mlp": "swiglu" if trained else "none",
+            "model.dropout": 0.0 if trained else 0.3,
+            "model.head_dropout": 0.0 if trained else 0.3,
+            "recipe.epochs": fitting,
+            "recipe.validate_every_epochs": max(1, validations),
+            "recipe.batch_size": math.ceil(max(min(BATCH, read // 32), held * parts) / parts) * parts,
+            "recipe.learning_rate": 8e-3,
+        }
+        if info is None:
+            return Choice(values, "")
+        if crops and _carries_state(settle(config, Choice(values, "")), info):
+            values |= {"data.truncation": "none", "data.segment": SEGMENT}
+        return Choice(values, _explain(settle(config, Choice(values, "")), documents, tokens))
 
 
 def _carries_state(config: Mapping[str, Any], info: DocumentInfo) -> bool:
@@ -205,7 +200,8 @@ def _carries_state(config: Mapping[str, Any], info: DocumentInfo) -> bool:
     from longseq.tasks.document.model import LINEAR, DocumentModel
 
     with torch.device("meta"):
-        return config["model"]["name"] == LINEAR or find_obstacle(DocumentModel().build(config, info)) is None
+        obstacle = find_obstacle(DocumentModel().build(config, info))
+    return config["model"]["name"] == LINEAR or (obstacle is None and config["trainer"].get("strategy") != "fsdp")
 
 
 def _explain(config: Mapping[str, Any], documents: int, tokens: int) -> str:

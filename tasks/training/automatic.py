@@ -46,17 +46,17 @@ def value_of(config: Mapping[str, Any], key: str, chosen: Any) -> Any:
 
 def settle(config: Mapping[str, Any], choice: Choice) -> dict[str, Any]:
     """The configuration with the values of `choice` where it says `auto`, and their keys in `recipe.chosen`."""
-    config = copy.deepcopy(dict(config))
+    settled = copy.deepcopy(dict(config))
     chosen = list(config["recipe"].get(CHOSEN) or [])
     for key, value in choice.values.items():
         if _get(config, key) == AUTO:
             # A length in epochs becomes null if the recipe states it in updates or tokens.
             others = [key.replace("epochs", unit) for unit in ("updates", "tokens") if key.endswith("epochs")]
             stated = any(_get(config, other) is not None for other in others)
-            _put(config, key, None if stated else value)
+            _put(settled, key, None if stated else value)
             chosen.append(key)
-    config["recipe"][CHOSEN] = chosen
-    return config
+    settled["recipe"][CHOSEN] = chosen
+    return settled
 
 
 def with_rate(config: Mapping[str, Any], rate: float | None = None) -> dict[str, Any]:
