@@ -120,6 +120,8 @@ def test_a_run_chooses_how_it_reads_documents_of_any_length(folder, command_here
     again = command_here(folder, "train", *words, "hydra.run.dir=run", "resume=true")
     assert again.stdout.startswith("this run is finished"), again.stderr
     metrics = json.loads((folder / "run" / "metrics.json").read_text())
+    is_behind = metrics["test/linear_accuracy"] > metrics["test/accuracy"]
+    assert is_behind == ("the linear model is better on this set" in trained.stdout)
     measured = command_here(folder, "evaluate", "checkpoint=run/checkpoints/best.ckpt", "trainer=cpu", "output=m.json")
     assert measured.returncode == 0, measured.stderr
     assert json.loads((folder / "m.json").read_text())["test/loss"] == pytest.approx(metrics["test/loss"], rel=1e-4)
