@@ -137,7 +137,8 @@ class LinearBaseline(Callback):
             return
         model = fit_linear(read_documents(data.split("train")), data.info, LinearModelKeys())
         self.scores = measure(model, read_documents(data.split("test")), data.info)
-        print(f"linear model: test/accuracy {self.scores['accuracy']:.4f}, TF-IDF and logistic regression", flush=True)
+        name = _compared(pl_module, self.scores)
+        print(f"linear model: test/{name} {self.scores[name]:.4f}, TF-IDF and logistic regression", flush=True)
 
     def state_dict(self) -> dict[str, Any]:
         return {"scores": self.scores}
@@ -197,15 +198,21 @@ class DocumentReport(ClassReport):
         return rows + super().rows(module, info)
 
     def closing(self, module: DocumentTask, info: DocumentInfo) -> str | None:
-        scores = {} if (baseline := _baseline(module)) is None else baseline.scores
-        name = str(module.metric).rpartition("/")[2]
-        name = name if name in scores else "accuracy"
-        own = float(module.trainer.callback_metrics[f"test/{name}"])
-        ahead = (scores.get(name, own) - own) * (1 if module.directions().get(f"test/{name}", True) else -1)
+        if (baseline := _baseline(module)) is None or not baseline.scores:
+            return None
+        name = _compared(module, baseline.scores)
+        ahead = baseline.scores[name] - float(module.trainer.callback_metrics[f"test/{name}"])
+        ahead = ahead if module.directions().get(f"test/{name}", True) else -ahead
         return f"the linear model is better on this set by {ahead:.4f} {name}: model=linear" if ahead > 0 else None
 
     def next_commands(self, checkpoint: str) -> list[str]:
         return [*super().next_commands(checkpoint), f"longseq predict {checkpoint} input=FILE"]
+
+
+def _compared(module: Any, scores: Mapping[str, float]) -> str:
+    """The metric that chooses the best checkpoint, or the accuracy if the linear model is not measured by it."""
+    name = str(module.metric).rpartition("/")[2]
+    return name if name in scores else "accuracy"
 
 
 def _baseline(module: DocumentTask) -> LinearBaseline | None:
