@@ -128,8 +128,8 @@ ROWS = ((5_000, 1024, 32_768), (20_000, 512, 65_536), (math.inf, 512, 131_072))
 WHOLE = 4096
 # The tokens in memory when evaluation reads such a document.
 SEGMENT = 16_384
-# What training reads in all, and the epochs that this may be: about ten minutes on two cores with model=documents.
-TOKENS, FEWEST, MOST = 24_000_000, 2, 20
+# What training reads in all, and the epochs that this may be: less than ten minutes on two cores with model=documents.
+TOKENS, FEWEST, MOST = 16_000_000, 2, 20
 BATCH = 8192
 
 
