@@ -19,6 +19,7 @@ SCALES: dict[str, tuple[str, int, int | None, dict[str, int]]] = {
     "base": ("base", 768, None, {}),
     "probe": ("tiny", 64, 2, {}),
     "document": ("tiny", 64, 2, {}),  # minutes on two cores
+    "documents": ("tiny", 64, 1, {}),  # the same with n-grams
     "1m": ("tiny", 128, 3, {"num_heads": 4}),  # bytes on a laptop
     "10m": ("base", 256, 4, {}),  # from here on with about 32,000 tokens in the vocabulary
     "30m": ("base", 384, 10, {}),

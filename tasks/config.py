@@ -327,7 +327,7 @@ class Train(Command):
 
 @dataclass(frozen=True)
 class Choice:
-    """Values for keys below `recipe`, such as `optimizer.weight_decay`, and in words why they are these."""
+    """Values for dotted keys, such as `recipe.optimizer.weight_decay`, and in words why they are these."""
 
     values: Mapping[str, Any]
     reason: str
@@ -351,7 +351,7 @@ class TaskKeys:
         """Raise ValueError if keys contradict each other such that a number would be wrong."""
 
     def choose(self, config: Mapping[str, Any], info: Any | None, parts: int) -> Choice:
-        """The values of the recipe's keys that say `auto`, for data with this info.
+        """The values of the keys that say `auto`, for data with this info.
 
         `info` is None before the data is open. An effective batch divides over `parts`. ValueError if the task
         chooses nothing.

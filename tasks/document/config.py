@@ -1,17 +1,21 @@
-"""The configuration keys of document classifiers, and the facts that a model records of its documents."""
+"""The configuration keys of document classifiers, what `data=documents` chooses by its documents, and the facts that a
+model records of them.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from longseq.tasks.config import ClassifierGroup, Count, Keys, Share, TaskKeys, key
+from longseq.tasks.config import Choice, ClassifierGroup, Count, Keys, Share, TaskKeys, key
 from longseq.tasks.data.info import Info
 from longseq.tasks.data.labels import ClassWeights, Sampling, check_label_keys
 from longseq.tasks.text.tokenizer import Tokenizer, tokenizer_from_dict
+from longseq.tasks.training.automatic import AUTO, settle, value_of
 from longseq.tasks.training.configuration import BodyKeys
 
 Fraction = Annotated[float, Field(gt=0, lt=1)]
@@ -62,7 +66,9 @@ class DocumentDataKeys(Keys):
     truncation: Literal["none", "head", "tail", "head_tail", "middle"] = key(
         "none", "which tokens of a longer document: head, tail, head_tail, middle; none: all"
     )
-    random_crops: bool = key(False, "in training read max_length tokens from a random place")
+    random_crops: bool = key(
+        False, "training reads max_length tokens from a random place, evaluation what truncation leaves"
+    )
     segment: Count | None = key(None, "the most tokens in memory: longer documents are read in segments; null: whole")
     gradient_segments: Count | None = key(None, "gradients go through so many last segments; null: all")
     class_weights: ClassWeights = key("none", "balanced, a list, or {NAME: NUMBER}: weights of classes in the loss")
@@ -80,7 +86,7 @@ class DocumentDataKeys(Keys):
     def _agree(self) -> DocumentDataKeys:
         if self.max_length is None and self.truncation != "none":
             raise ValueError(f"truncation={self.truncation} needs max_length=NUMBER")
-        if self.max_length is not None and self.truncation == "none":
+        if self.max_length is not None and self.truncation == "none" and not self.random_crops:
             raise ValueError(f"max_length={self.max_length} needs truncation=head, tail, head_tail or middle")
         if self.random_crops and self.max_length is None:
             raise ValueError("random_crops=true needs max_length=NUMBER")
@@ -119,6 +125,17 @@ class LinearModelKeys(Keys):
     )
 
 
+# (training documents below this number, the most tokens of a document that an epoch reads, buckets of n-grams)
+ROWS = ((5_000, 1024, 32_768), (20_000, 512, 65_536), (math.inf, 512, 131_072))
+# Documents of at most so many tokens are read whole; of longer ones training reads windows.
+WHOLE = 4096
+# The tokens in memory when evaluation reads such a document.
+SEGMENT = 16_384
+# What training reads in all, and the epochs that this may be: less than ten minutes on two cores with model=documents.
+TOKENS, FEWEST, MOST = 16_000_000, 2, 20
+BATCH = 8192
+
+
 @dataclass(frozen=True)
 class DocumentKeys(TaskKeys):
     """The keys of document classifiers."""
@@ -136,6 +153,73 @@ class DocumentKeys(TaskKeys):
         group, several = config["task"], bool(config["data"]["multi_label"])
         check_metrics(group["metric"], group["metrics"], multi_label=several, tables=TABLES)
 
+    def choose(self, config: Mapping[str, Any], info: DocumentInfo | None, parts: int) -> Choice:
+        """As `TaskKeys.choose`, for the keys of data=documents and of its recipe and model.
+
+        Before the data is open, 1,000 short documents are assumed.
+        """
+        trained, recipe = config.get("init") is not None, config["recipe"]
+        documents, longest = (1_000, 1) if info is None else (info.sizes["train"] or 0, info.window)
+        tokens = 300_000 if info is None else info.tokens or 0
+        window, buckets = next(row[1:] for row in ROWS if documents < row[0])
+        given, batch, epochs = config["data"].get("max_length"), recipe["batch_size"], recipe.get("epochs")
+        whole = min(WHOLE, batch // parts) if isinstance(batch, int) else WHOLE  # a device's batch holds each document
+        most = min(window, whole) if given == AUTO and longest > whole else None if given == AUTO else given
+        crops = value_of(config, "data.random_crops", given == AUTO and most is not None)
+        held = longest if not isinstance(most, int) else min(most, longest)
+        read = min(tokens, documents * held)
+        fitting = max(FEWEST, min(MOST, round(TOKENS / max(1, read))))
+        in_epochs = not (recipe.get("updates") or recipe.get("tokens"))
+        validations = (epochs if isinstance(epochs, int) else fitting) // 5 if in_epochs else 1
+        values: dict[str, Any] = {
+            "data.tokenizer": None if trained else "train:8192",
+            "data.max_length": most,
+            "data.truncation": "none" if most is None else "middle",
+            "data.random_crops": crops,
+            "data.segment": None,
+            "model.direction": "bidirectional" if trained else "forward",
+            "model.hashed_ngrams": 1 if trained else 3,
+            "model.ngram_buckets": buckets,
+            "model.mlp": "swiglu" if trained else "none",
+            "model.dropout": 0.0 if trained else 0.3,
+            "model.head_dropout": 0.0 if trained else 0.3,
+            "recipe.epochs": fitting,
+            "recipe.validate_every_epochs": max(1, validations),
+            "recipe.batch_size": math.ceil(max(min(BATCH, read // 32), held * parts) / parts) * parts,
+            "recipe.learning_rate": 8e-3,
+        }
+        if info is None:
+            return Choice(values, "")
+        if crops and _carries_state(settle(config, Choice(values, "")), info):
+            values |= {"data.truncation": "none", "data.segment": SEGMENT}
+        return Choice(values, _explain(settle(config, Choice(values, "")), documents, tokens))
+
+
+def _carries_state(config: Mapping[str, Any], info: DocumentInfo) -> bool:
+    """True if the model of a configuration can read a document of any length: in segments, or the linear one."""
+    import torch
+
+    from longseq.backbones.segments import find_obstacle
+    from longseq.tasks.document.model import LINEAR, DocumentModel
+
+    with torch.device("meta"):
+        obstacle = find_obstacle(DocumentModel().build(config, info))
+    return config["model"]["name"] == LINEAR or (obstacle is None and config["trainer"].get("strategy") != "fsdp")
+
+
+def _explain(config: Mapping[str, Any], documents: int, tokens: int) -> str:
+    """The choice in one line."""
+    data, model, recipe = config["data"], config["model"], config["recipe"]
+    most, ngrams = data["max_length"], model.get("hashed_ngrams") or 1
+    reading = "whole documents" if most is None else f"{most:,} tokens of a document"
+    reading += ", at random places in training" if data["random_crops"] else ""
+    reading += ", whole ones in evaluation" if most is not None and data["truncation"] == "none" else ""
+    length = next((f"{recipe[unit]:,} {unit}" for unit in ("updates", "tokens", "epochs") if recipe.get(unit)), "")
+    return (
+        f"recipe {recipe['name']} for {documents:,} documents of {tokens:,} tokens: {reading}; n-grams of {ngrams} "
+        f"tokens; batch {recipe['batch_size']:,} tokens, {length}, learning rate {recipe['learning_rate']}"
+    )
+
 
 @dataclass(frozen=True)
 class DocumentInfo(Info):
@@ -146,6 +230,7 @@ class DocumentInfo(Info):
     separator: the token that begins each document. None for data that consists of tokens.
     tokenizer: from `Tokenizer.to_dict`. None for data that consists of tokens.
     window: the tokens of the longest training document, after truncation.
+    tokens: the tokens of all training documents, before truncation.
     max_length, truncation: see `longseq.tasks.document.batch.truncate`.
     segment, gradient_segments: see `longseq.backbones.segments`; None for whole documents, and for all segments.
     text_column: None for `text`.
@@ -173,6 +258,7 @@ class DocumentInfo(Info):
     source: str | None = None
     source_plugin: str | None = None
     preparation: str | None = None
+    tokens: int | None = None
 
     _changed = "other texts or labels"
     _meaning = ("class_names", "multi_label", "tokenizer", "separator")

@@ -104,11 +104,20 @@ class DocumentData(TaskData):
         keys = read(DocumentDataKeys, config["data"], "data")
         datamodule = cls(keys, batch_size=batch_size, seed=config["seed"], init=config.get("init"))
         datamodule.setup()
+        datamodule.take_recipe(config, batch_size)
+        return datamodule
+
+    def take_recipe(self, config: Mapping[str, Any], batch_size: int) -> None:
+        keys = read(DocumentDataKeys, config["data"], "data")
+        for stage, split in self._splits.items():
+            self._splits[stage] = split._replace(max_length=keys.max_length, truncation=keys.truncation)
+        longest = self.split("train").longest
         if config["model"]["name"] == LINEAR:
             # The fit reads the documents by itself; a batch only has to hold each of them.
-            datamodule.keys = datamodule.keys.model_copy(update={"packing": "padded", "sampling": None})
-            datamodule.batch_size = max(batch_size, datamodule.split("train").longest)
-        return datamodule
+            keys = keys.model_copy(update={"packing": "padded", "sampling": None, "random_crops": False})
+            batch_size = max(batch_size, longest)
+        self.keys, self.batch_size, self.eval_batch_size = keys, batch_size, keys.eval_batch_size or batch_size
+        self._info = replace(self.info, window=longest, **self._reading)
 
     @classmethod
     def for_evaluation(
@@ -125,7 +134,7 @@ class DocumentData(TaskData):
         own = config.get("data") or given
         # The model has its tokenizer; the file of the training may be gone.
         own = {**own, "tokenizer": None, "separator": None, "sampling": None, "random_crops": False}
-        if changes.get("truncation") == "none":
+        if changes.get("truncation", own["truncation"]) == "none":
             own["max_length"] = None
         found = dict(changes)
         for name in ("validation", "test"):  # a file in the working folder, not below the root of the training
@@ -231,10 +240,11 @@ class DocumentData(TaskData):
 
     def _sample(self, **place: int) -> PackedSampler | PaddedSampler:
         train = self._splits["train"]
+        lengths = np.minimum(train.lengths, self.keys.max_length) if self.keys.random_crops else train.lengths  # type: ignore[arg-type]
         if self.keys.packing == "padded":
-            return PaddedSampler(train.lengths, self.batch_size, seed=self.seed, **place)
+            return PaddedSampler(lengths, self.batch_size, seed=self.seed, **place)
         classes = None if self.keys.sampling is None else rarest_labels(train.targets)
-        return PackedSampler(train.lengths, self.batch_size, classes=classes, seed=self.seed, **place)
+        return PackedSampler(lengths, self.batch_size, classes=classes, seed=self.seed, **place)
 
     def _fractions(self, given: Collection[str]) -> dict[str, float]:
         """The shares of training documents for the splits that the source does not have."""
@@ -314,6 +324,14 @@ class DocumentData(TaskData):
                 if choice == "drop":
                     numbers[name] = np.delete(numbers[name], repeated)
 
+    @property
+    def _reading(self) -> dict[str, Any]:
+        """The fields of the info that say how documents are read."""
+        keys = self.keys
+        most = None if keys.truncation == "none" else keys.max_length
+        found = {"max_length": most, "truncation": keys.truncation}
+        return {**found, "segment": keys.segment, "gradient_segments": keys.gradient_segments}
+
     def _finish(
         self, found: Mapping[str, Labelled], numbers: Mapping[str, Integers], tokenizer: Tokenizer | Bare
     ) -> None:
@@ -336,13 +354,11 @@ class DocumentData(TaskData):
                 self._splits[stage] = Split(
                     found[name].corpus, numbers[name], targets, tokenizer.separator, keys.max_length, keys.truncation
                 )
-        copied = ("max_length", "truncation", "segment", "gradient_segments")
-        reading = {key: getattr(keys, key) for key in copied}
         sizes: dict[str, int | None] = {stage: split.documents for stage, split in self._splits.items()}
         checksums = {stage: [split.checksum()] for stage, split in self._splits.items()}
         if trained is not None:
             sizes, checksums = {**trained.sizes, **sizes}, {**trained.checksums, **checksums}
-            self._info = replace(trained, **reading, sizes=sizes, checksums=checksums)
+            self._info = replace(trained, **self._reading, sizes=sizes, checksums=checksums)
             return
         train = self._splits["train"]
         counts = count_classes(train.targets, len(names))
@@ -363,7 +379,8 @@ class DocumentData(TaskData):
             preparation=None if prepare is None else sources.describe_preparation(keys.source, prepare),
             sizes=sizes,
             checksums=checksums,
-            **reading,
+            tokens=int(train.whole_lengths.sum()),
+            **self._reading,
         )
 
 

@@ -121,7 +121,7 @@ class ScoresByLength(Scores):
 
 @targets.register("callback")
 class LinearBaseline(Callback):
-    """Fits the linear model to the training documents of a run, and measures it on the test documents.
+    """Fits the linear model to the training documents before a run trains, and measures it on the test documents.
 
     It reads the documents after truncation, and decides by thresholds as the run does (`task.threshold`); its metrics
     are `test/linear_accuracy` and so on. A run with more than `most_documents` training documents leaves it out.
@@ -133,13 +133,22 @@ class LinearBaseline(Callback):
         self.documents = 0
 
     @rank_zero_only
-    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         if isinstance(pl_module.backbone, LinearTextClassifier):
             return
         self.documents = data.info.sizes["train"] or 0
-        if self.documents <= self.most_documents:
-            self.scores = self._measure(data, pl_module)
+        if self.scores or self.documents > self.most_documents:
+            return
+        self.scores = self._measure(data, pl_module)
+        name = _compared(pl_module, self.scores)
+        print(f"linear model: test/{name} {self.scores[name]:.4f}, TF-IDF and logistic regression", flush=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scores": self.scores}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.scores = state_dict["scores"]
 
     @torch.inference_mode()
     def _measure(self, data: Any, module: Any) -> dict[str, float]:
@@ -202,8 +211,22 @@ class DocumentReport(ClassReport):
             rows.append(("linear model", text))
         return rows + super().rows(module, info)
 
+    def closing(self, module: DocumentTask, info: DocumentInfo) -> str | None:
+        if (baseline := _baseline(module)) is None or not baseline.scores:
+            return None
+        name = _compared(module, baseline.scores)
+        ahead = baseline.scores[name] - float(module.trainer.callback_metrics[f"test/{name}"])
+        ahead = ahead if module.directions().get(f"test/{name}", True) else -ahead
+        return f"the linear model is better on this set by {ahead:.4f} {name}: model=linear" if ahead > 0 else None
+
     def next_commands(self, checkpoint: str) -> list[str]:
         return [*super().next_commands(checkpoint), f"longseq predict {checkpoint} input=FILE"]
+
+
+def _compared(module: Any, scores: Mapping[str, float]) -> str:
+    """The metric that chooses the best checkpoint, or the accuracy if the linear model is not measured by it."""
+    name = str(module.metric).rpartition("/")[2]
+    return name if name in scores else "accuracy"
 
 
 def _baseline(module: DocumentTask) -> LinearBaseline | None:

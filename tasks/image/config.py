@@ -263,7 +263,8 @@ def choose_recipe(config: Mapping[str, Any], info: DataInfo | None, parts: int =
         "loss.label_smoothing": 0.1,
         **(STRONG if large and not trained else LIGHT),
     }
-    return Choice(values, _explain(config, info, images, values, trained))
+    named = {f"recipe.{key}": value for key, value in values.items()}
+    return Choice(named, _explain(config, info, images, values, trained))
 
 
 def choose_batch(images: int, parts: int = 1) -> int:

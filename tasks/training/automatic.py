@@ -1,4 +1,4 @@
-"""Keys of a recipe that are chosen when the data is open: `recipe.batch_size=auto`, `recipe.learning_rate=find`, and
+"""Keys that are chosen when the data is open: `recipe.batch_size=auto`, `recipe.learning_rate=find`, and
 `recipe.updates` by `recipe.minutes`.
 
 A run records the chosen values, and their keys in `recipe.chosen`. A resumed run keeps them, also if the data changed.
@@ -20,15 +20,19 @@ RATE = "learning_rate"
 UPDATES, MINUTES = "updates", "minutes"
 CHOSEN = "chosen"
 
-# Options of models that tasks choose. `auto` of other options has a meaning of the model.
-OF_MODELS = ("model.drop_path_rate",)
+# Keys that tasks choose, besides those of the recipe. `auto` of other options has a meaning of the model or the data.
+OTHERS = (
+    "recipe.model.drop_path_rate",
+    *(f"data.{key}" for key in ("tokenizer", "max_length", "truncation", "random_crops", "segment")),
+    *(f"model.{key}" for key in ("direction", "hashed_ngrams", "ngram_buckets", "mlp", "dropout", "head_dropout")),
+)
 
 _ANY = {RATE: 1e-3, UPDATES: 1}  # until the rate is found and the updates are planned
 
 
 def is_automatic(config: Mapping[str, Any]) -> bool:
-    """True if a key of the recipe waits for the task's choice."""
-    return any(value == AUTO for _, value in _choices(config["recipe"]))
+    """True if a key waits for the task's choice."""
+    return any(value == AUTO for _, value in _choices(config))
 
 
 def searches(config: Mapping[str, Any]) -> bool:
@@ -36,30 +40,31 @@ def searches(config: Mapping[str, Any]) -> bool:
     return bool(config["recipe"].get(RATE) == FIND)
 
 
-def value_of(recipe: Mapping[str, Any], key: str, chosen: Any) -> Any:
-    """The value that a recipe gives for a dotted key; `chosen` if it says `auto`."""
-    value = _get(recipe, key)
+def value_of(config: Mapping[str, Any], key: str, chosen: Any) -> Any:
+    """The value that a configuration gives for a dotted key; `chosen` if it says `auto`."""
+    value = _get(config, key)
     return chosen if value == AUTO else value
 
 
 def settle(config: Mapping[str, Any], choice: Choice) -> dict[str, Any]:
-    """The configuration with the values of `choice` where its recipe says `auto`, and their keys in `recipe.chosen`."""
-    recipe = copy.deepcopy(dict(config["recipe"]))
-    chosen = list(recipe.get(CHOSEN) or [])
+    """The configuration with the values of `choice` where it says `auto`, and their keys in `recipe.chosen`."""
+    settled = copy.deepcopy(dict(config))
+    chosen = list(config["recipe"].get(CHOSEN) or [])
     for key, value in choice.values.items():
-        if _get(recipe, key) == AUTO:
+        if _get(config, key) == AUTO:
             # A length in epochs becomes null if the recipe states it in another unit.
-            others = [key.replace("epochs", unit) for unit in (UPDATES, "tokens", MINUTES) if key.endswith("epochs")]
-            stated = any(_get(recipe, other) is not None for other in others)
-            _put(recipe, key, None if stated else value)
+            others = [key.replace("epochs", unit) for unit in ("updates", "tokens", MINUTES) if key.endswith("epochs")]
+            stated = any(_get(config, other) is not None for other in others)
+            _put(settled, key, None if stated else value)
             chosen.append(key)
-    return {**config, "recipe": {**recipe, CHOSEN: chosen}}
+    settled["recipe"][CHOSEN] = chosen
+    return settled
 
 
 def plans(config: Mapping[str, Any]) -> bool:
     """True if the updates are to be planned by `recipe.minutes`. ValueError if the recipe has another length, too."""
     recipe = config["recipe"]
-    if recipe.get(MINUTES) is None or UPDATES in (recipe.get(CHOSEN) or []):
+    if recipe.get(MINUTES) is None or f"recipe.{UPDATES}" in (recipe.get(CHOSEN) or []):
         return False
     for unit in UNITS:
         if recipe.get(unit) not in (None, AUTO):
@@ -70,7 +75,8 @@ def plans(config: Mapping[str, Any]) -> bool:
 def with_found(config: Mapping[str, Any], **found: float) -> dict[str, Any]:
     """The configuration with a learning rate that was found, or with `updates` that were planned."""
     recipe = config["recipe"]
-    return {**config, "recipe": {**recipe, **found, CHOSEN: [*(recipe.get(CHOSEN) or []), *found]}}
+    chosen = [*(recipe.get(CHOSEN) or []), *(f"recipe.{key}" for key in found)]
+    return {**config, "recipe": {**recipe, **found, CHOSEN: chosen}}
 
 
 def with_any(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -81,41 +87,44 @@ def with_any(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def as_chosen_before(config: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration with the values that an earlier run, of the configuration `saved`, chose."""
+    settled, taken = copy.deepcopy(dict(config)), []
     earlier = saved.get("recipe") or {}
-    recipe, taken = copy.deepcopy(dict(config["recipe"])), []
     for key in earlier.get(CHOSEN) or []:
-        planned = key == UPDATES and plans(config) and recipe[MINUTES] == earlier.get(MINUTES)
-        if planned or _get(recipe, key) in (AUTO, FIND):
-            _put(recipe, key, _get(earlier, key))
+        planned = key == f"recipe.{UPDATES}" and plans(config) and config["recipe"][MINUTES] == earlier.get(MINUTES)
+        if planned or _get(settled, key) in (AUTO, FIND):
+            _put(settled, key, _get(saved, key))
             taken.append(key)
-    return {**config, "recipe": {**recipe, CHOSEN: taken}} if taken else dict(config)
+    if taken:
+        settled["recipe"][CHOSEN] = taken
+    return settled
 
 
 def restore_words(checked: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """`checked` with what the recipe of `config` leaves open: the words `auto` and `find`, and updates by minutes."""
-    for key, value in _choices(config["recipe"]):
-        if value in (AUTO, FIND) or (key == UPDATES and plans(config)):
-            _put(checked["recipe"], key, value)
+    """`checked` with what `config` leaves open: the words `auto` and `find`, and updates by minutes."""
+    for key, value in _choices(config):
+        if value in (AUTO, FIND) or (key == f"recipe.{UPDATES}" and plans(config)):
+            _put(checked, key, value)
     checked["recipe"][CHOSEN] = config["recipe"].get(CHOSEN)
     return checked
 
 
-def _choices(recipe: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Dotted keys of a recipe that may be chosen, and their values."""
-    return [(key, value) for key, value in flatten(recipe) if not key.startswith("model.") or key in OF_MODELS]
+def _choices(config: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Dotted keys that may be chosen, and their values."""
+    recipe = flatten({"recipe": {key: value for key, value in config["recipe"].items() if key != "model"}})
+    return [*recipe, *((key, _get(config, key)) for key in OTHERS)]
 
 
-def _get(recipe: Mapping[str, Any], key: str) -> Any:
+def _get(config: Mapping[str, Any], key: str) -> Any:
     """The value of a dotted key; None if it is missing."""
-    node: Any = recipe
+    node: Any = config
     for part in key.split("."):
         node = node.get(part) if isinstance(node, Mapping) else None
     return node
 
 
-def _put(recipe: dict[str, Any], key: str, value: Any) -> None:
+def _put(config: dict[str, Any], key: str, value: Any) -> None:
     *places, last = key.split(".")
-    node = recipe
+    node = config
     for part in places:
         node = node.setdefault(part, {})
     node[last] = value

@@ -13,7 +13,11 @@ CONF = Path(longseq.conf.__file__).parent
 # The task of options that say nothing of it by the defaults that they extend.
 TASKS = {
     "lm": {"model": ("token",), "scale": ("1m", "10m", "30m", "110m", "340m", "1.3b", "2.7b"), "callbacks": ("lm",)},
-    "document": {"model": ("document", "document_pair", "linear"), "scale": ("document",), "callbacks": ("document",)},
+    "document": {
+        "model": ("document", "documents", "document_pair", "linear"),
+        "scale": ("document", "documents"),
+        "callbacks": ("document",),
+    },
     "probe": {"scale": ("probe",), "callbacks": ("probe",)},
 }
 

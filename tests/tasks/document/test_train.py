@@ -7,6 +7,7 @@ import json
 
 import pytest
 import torch
+import yaml
 from documents import make_rows, write_jsonl
 
 WORDS = (
@@ -14,6 +15,7 @@ WORDS = (
     "data=documents",
     "data.root=rows.jsonl",
     "data.cache=cache",
+    "data.tokenizer=bytes",
     "data.validation=0.2",
     "data.test=0.2",
     "mixer=linear_attention",
@@ -83,7 +85,7 @@ def rows_of(rows, key):
 @pytest.mark.slow
 def test_the_linear_model_trains_evaluates_and_predicts(folder, command_here):
     # An experiment may hold keys of model=document, and a batch less than the longest document.
-    words = (*WORDS[:6], "model=linear", "+model.depth=1", "recipe.batch_size=8", "trainer=cpu")
+    words = (*WORDS[:7], "model=linear", "+model.depth=1", "recipe.batch_size=8", "trainer=cpu")
     words += ("recipe.ema={decay: 0.9}",)
     trained = command_here(folder, "train", *words, "hydra.run.dir=run")
     assert trained.returncode == 0, trained.stderr
@@ -119,3 +121,33 @@ def test_the_linear_baseline_decides_by_the_thresholds_of_the_run(folder, comman
         assert {key: network[key] for key in keys} == pytest.approx(
             {key: linear[key.replace("linear_", "")] for key in keys}
         )
+
+
+@pytest.mark.slow
+def test_a_run_chooses_how_it_reads_documents_of_any_length(folder, command_here):
+    rows = make_rows(60)
+    rows[0]["text"] *= 300
+    write_jsonl(folder / "rows.jsonl", rows)
+    words = (*WORDS[:4], "data.num_workers=0", "model.ngram_buckets=64", "recipe.epochs=2", "trainer=cpu")
+    trained = command_here(folder, "train", *words, "hydra.run.dir=run")
+    assert trained.returncode == 0, trained.stderr
+    lines = trained.stdout.splitlines()
+    assert lines[0].startswith("recipe documents for 48 documents")
+    places = [next(place for place, line in enumerate(lines) if line.startswith(word)) for word in ("linear", "test/")]
+    assert places == sorted(places)
+    config = yaml.safe_load((folder / "run" / "config.yaml").read_text())
+    read = {key: config["data"][key] for key in ("tokenizer", "max_length", "truncation", "random_crops")}
+    assert read == {"tokenizer": "train:8192", "max_length": 1024, "truncation": "none", "random_crops": True}
+    kept = (config["model"]["ngram_buckets"], config["model"]["hashed_ngrams"], config["recipe"]["epochs"])
+    assert kept == (64, 3, 2)
+    again = command_here(folder, "train", *words, "hydra.run.dir=run", "resume=true")
+    assert again.stdout.startswith("this run is finished"), again.stderr
+    metrics = json.loads((folder / "run" / "metrics.json").read_text())
+    is_behind = metrics["test/linear_accuracy"] > metrics["test/accuracy"]
+    assert is_behind == ("the linear model is better on this set" in trained.stdout)
+    measured = command_here(folder, "evaluate", "checkpoint=run/checkpoints/best.ckpt", "trainer=cpu", "output=m.json")
+    assert measured.returncode == 0, measured.stderr
+    assert json.loads((folder / "m.json").read_text())["test/loss"] == pytest.approx(metrics["test/loss"], rel=1e-4)
+    predicted = command_here(folder, "predict", "checkpoint=run/model", "input=rows.jsonl", "output=p.csv")
+    assert predicted.returncode == 0, predicted.stderr
+    assert {row["cut"] for row in csv.DictReader((folder / "p.csv").open())} == {"0"}

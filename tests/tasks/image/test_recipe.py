@@ -71,8 +71,8 @@ def test_what_a_command_states_is_kept_and_the_rest_follows(compose_config):
     recipe = config["recipe"]
     assert (recipe["batch_size"], recipe["updates"], recipe["epochs"]) == (128, 70, None)
     assert recipe["augment"]["mixing"]["cutmix"] == 1.0
-    assert "batch_size" not in recipe["chosen"]
-    assert "epochs" in recipe["chosen"]
+    assert "recipe.batch_size" not in recipe["chosen"]
+    assert "recipe.epochs" in recipe["chosen"]
     tuned, _ = choose(compose_config("train", "data=image_folder", "output=run", words[0], "init=x.ckpt"), open_info(9))
     assert tuned["recipe"]["learning_rate"] == 2e-4
     assert tuned["recipe"]["optimizer"]["layer_decay"] == 0.75
