@@ -65,7 +65,7 @@ torch.fx.wrap("resize_positions")
 
 
 class ImageBlock(Block[Any]):
-    """A residual block over an image, which takes and returns only tokens, as timm's tools and hooks expect, or `Carried`.
+    """A residual block over an image, which takes and returns only tokens, as timm's tools and hooks expect.
 
         x = x + ls1(mixer(norm1(x)));   x = x + ls2(mlp(norm2(x)))
 
@@ -73,6 +73,8 @@ class ImageBlock(Block[Any]):
         mixer, norm, mlp, mlp_norm, drop_path: as in `Block`.
         init_values: the initial values of LayerScale, a factor for each channel of a branch; None for no factors.
         proj_drop: dropout of the mixer's output.
+
+    With values for later layers, it takes and returns `Carried`.
 
     Source: Going deeper with Image Transformers (Touvron et al., 2021), equation 4, for LayerScale.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from longseq.state import map_state

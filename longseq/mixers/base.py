@@ -313,7 +313,10 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
         """Set the mixer's initial parameters and buffers, after the `reset_parameters` of submodules."""
 
     def place_in_model(self, layer: int, layers: int) -> None:
-        """Called by models before they initialise a layer: its index among the layers with its mixer, and their number."""
+        """The index of this layer among the layers with its mixer, and their number, for models to call.
+
+        They call `reset_parameters` afterwards, because parameters and initial values may depend on the place.
+        """
 
     def release_projections(self) -> None:
         """Keep only the scan, for a mixer that shares another one's projections."""

@@ -131,7 +131,6 @@ class RWKV7(Mixer[RWKV7State]):
         if self.reads_values:
             self.value_base = nn.Parameter(torch.empty_like(self.rate_base))
             self.value_down, self.value_up = self._low_rank(self.value_rank)
-        self.reset_parameters()
 
     def _low_rank(self, rank: int) -> tuple[nn.Parameter, nn.Parameter]:
         D, new = self.d_model, self.mix.new_empty
@@ -189,17 +188,17 @@ class RWKV7(Mixer[RWKV7State]):
         output_final_state: bool = True,
     ) -> tuple[Tensor, RWKV7State | None]:
         shift, memory = (None, None) if state is None else state
-        x, first = self._open(projected)
+        x, *first = projected.split(self.d_model, dim=-1)
         packing = pack_like(cu_seqlens, x)
         options = {**self.call_options(output_final_state, packing, reverse), "mask": mask}
         previous, latest = previous_tokens(x, shift, **options)
-        inputs = self._project(x, previous, first)
+        inputs = self._project(x, previous, *first)
         self.observe("gate_saturation", lambda: saturation(inputs.g / LOWEST, mask))
         self.observe("key_write_norm", lambda: token_mean((inputs.read * inputs.erase).sum(-1), mask))
         o, memory = self._recur(inputs, memory, packing, mask, reverse, output_final_state)
         self.observe("state_norm", lambda: mean_norm(required(memory)))
-        y = self._read_out(o, inputs)
-        return y, RWKV7State(required(latest), required(memory)) if output_final_state else None
+        last = RWKV7State(required(latest), required(memory)) if output_final_state else None
+        return self._read_out(o, inputs), last
 
     def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         x, *firsts = projected.split(self.d_model, dim=-1)
@@ -220,8 +219,8 @@ class RWKV7(Mixer[RWKV7State]):
         return add_readings(readings, self.d_model)
 
     def scan_step(self, projected: Tensor, state: RWKV7State) -> tuple[Tensor, RWKV7State]:
-        x, first = self._open(projected)
-        inputs = self._project(x, state.shift.squeeze(-1).to(x.dtype), first)
+        x, *first = projected.split(self.d_model, dim=-1)
+        inputs = self._project(x, state.shift.squeeze(-1).to(x.dtype), *first)
         r, read, v, erase, write, g, _ = inputs
         o, memory = delta_rule_step(
             r, read, v, state.memory, write_key=erase, value_key=write, g=g, read_before_decay=True,
@@ -234,12 +233,7 @@ class RWKV7(Mixer[RWKV7State]):
         memory = torch.zeros(batch, self.num_heads, self.head_dim, self.head_dim, device=device, dtype=dtype)
         return RWKV7State(torch.zeros(batch, self.d_model, 1, device=device, dtype=dtype), memory)
 
-    def _open(self, projected: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Tokens, and v_first if it is behind them."""
-        x, *first = projected.split(self.d_model, dim=-1)
-        return x, first[0] if first else None
-
-    def _project(self, x: Tensor, previous: Tensor, first: Tensor | None) -> _Inputs:
+    def _project(self, x: Tensor, previous: Tensor, first: Tensor | None = None) -> _Inputs:
         change = previous - x
         for_r, for_decay, for_k, for_v, for_rate, for_gate = (
             x + change * amount for amount in self.mix.to(x.dtype).unbind()

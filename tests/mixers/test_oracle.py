@@ -528,8 +528,14 @@ def fla_rwkv7(monkeypatch: pytest.MonkeyPatch) -> Oracle:
     fla = Fla(monkeypatch)
     fla.recur_rwkv7()
     ranks = {"decay": 3, "rate": 4, "gate": 6, "value": 5}
-    ours = [mixers.create("rwkv7", D_MODEL, num_heads=2, **{f"{name}_rank": ranks[name] for name in ranks}) for _ in range(2)]
-    sizes = {f"{name}_low_rank_dim": ranks[own] for name, own in (("decay", "decay"), ("a", "rate"), ("gate", "gate"), ("v", "value"))}
+    ours = [
+        mixers.create("rwkv7", D_MODEL, num_heads=2, **{f"{name}_rank": ranks[name] for name in ranks})
+        for _ in range(2)
+    ]
+    sizes = {
+        f"{name}_low_rank_dim": ranks[own]
+        for name, own in (("decay", "decay"), ("a", "rate"), ("gate", "gate"), ("v", "value"))
+    }
     peers = []
     for index, mixer in enumerate(ours):
         mixer.place_in_model(index, 2)
@@ -542,7 +548,12 @@ def fla_rwkv7(monkeypatch: pytest.MonkeyPatch) -> Oracle:
             )  # fmt: skip
 
     def convert_layer(p: Weights) -> Weights:
-        named = {"receptance.weight": "r_proj", "key.weight": "k_proj", "value.weight": "v_proj", "out_proj.weight": "o_proj"}
+        named = {
+            "receptance.weight": "r_proj",
+            "key.weight": "k_proj",
+            "value.weight": "v_proj",
+            "out_proj.weight": "o_proj",
+        }
         low_rank = {"decay": "w", "rate": "a", "value": "v", "gate": "g"}
         weights = {
             "mix": torch.cat([p[f"x_{part}"] for part in "rwkvag"]).squeeze(1),
@@ -561,7 +572,9 @@ def fla_rwkv7(monkeypatch: pytest.MonkeyPatch) -> Oracle:
     def convert(p: Weights) -> Weights:
         converted = {}
         for layer in ("first.", "second."):
-            own = convert_layer({name.removeprefix(layer): value for name, value in p.items() if name.startswith(layer)})
+            own = convert_layer(
+                {name.removeprefix(layer): value for name, value in p.items() if name.startswith(layer)}
+            )
             converted |= {layer + name: value for name, value in own.items()}
         return converted
 
