@@ -82,15 +82,16 @@ def check(name: str, d_model: int = 32, *, laws: Iterable[str] = (), **options: 
 
 def make(name: str, d_model: int = 32, **options: Any) -> Mixer[Any]:
     """Build a mixer in float64 with enlarged weights, so that gates and states affect the output."""
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         mixer = create(name, d_model, **options).double().eval()
-        for parameter in mixer.parameters():
-            if parameter.ndim > 1 and not parameter.any():
-                parameter.normal_(std=0.1)
-            # Twice the log of a decay rate would forget everything within a token.
-            elif parameter.ndim > 1 and parameter is not getattr(mixer, "A_log", None):
-                parameter.mul_(2)
+        with torch.no_grad():
+            for parameter in mixer.parameters():
+                if parameter.ndim > 1 and not parameter.any():
+                    parameter.normal_(std=0.1)
+                # Twice the log of a decay rate would forget everything within a token.
+                elif parameter.ndim > 1 and parameter is not getattr(mixer, "A_log", None):
+                    parameter.mul_(2)
     return mixer
 
 

@@ -55,11 +55,13 @@ class RWKV7(Mixer[RWKV7State]):
         y = W_o ((GroupNorm(o) + (r · (r_k ⊙ k̃)) v) ⊙ sigmoid(x_g A_g) B_g)
 
     In a model, the values of its first RWKV-7 layer enter all later ones: v ← v + (v_first − v) ⊙ sigmoid(v0 + x_v A_v
-    B_v). See `Mixer.makes_values`; several directions have values of their own. A layer by itself has no v_first.
+    B_v), in each order of reading those of the same order. They pass from block to block (see `Mixer`); a layer by
+    itself has none.
 
     Two tokens are mixed before they are projected, with the consequences described for `RWKV4`. Initial values are
-    those of the published code, W_o and the A_□ zeros; they depend on the place among the model's RWKV-7 layers (see
-    `place_in_model`). As there, only W_r, W_k, W_v and W_o decay; it also trains w0 at twice the learning rate.
+    those of the published code: W_o and the A_□ are zero, others depend on the layer's place in the model (a layer by
+    itself has those of the middle). As there, only W_r, W_k, W_v and W_o have weight decay. The published code trains
+    w0 at twice the learning rate, which our recipes do not.
 
     Args:
         num_heads, head_dim: give at most one; by default heads of 64 channels (32, ... where 64 does not divide).
