@@ -15,7 +15,7 @@ Sources: Vision Mamba (Zhu et al., 2024), section 3; Longhorn (Liu et al., 2024)
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -45,7 +45,7 @@ from longseq.blocks.positions import (
 )
 from longseq.blocks.precision import at_least_float32
 from longseq.blocks.reading import COLUMNS
-from longseq.blocks.residual import Block
+from longseq.blocks.residual import Block, Carried, residual_of
 from longseq.blocks.sharding import full_parameters, gathers_parameters
 from longseq.kernels.packing import Packing
 from longseq.mixers import Mixer, check_revisions
@@ -73,6 +73,8 @@ class ImageBlock(Block[Any]):
         mixer, norm, mlp, mlp_norm, drop_path: as in `Block`.
         init_values: the initial values of LayerScale, a factor for each channel of a branch; None for no factors.
         proj_drop: dropout of the mixer's output.
+
+    With values for later layers, it takes and returns `Carried`.
 
     Source: Going deeper with Image Transformers (Touvron et al., 2021), equation 4, for LayerScale.
     """
@@ -102,22 +104,28 @@ class ImageBlock(Block[Any]):
         return x + self._drop(self.ls2(self.mlp(y)), packing)
 
     def forward(  # type: ignore[override]
-        self, x: Tensor, layout: Layout | None = None, *, token_first: bool = False, mask: Tensor | None = None
-    ) -> Tensor:
+        self,
+        x: Tensor | Carried,
+        layout: Layout | None = None,
+        *,
+        token_first: bool = False,
+        mask: Tensor | None = None,
+    ) -> Any:
         """Transform `x [B, T, D]`.
 
         Args:
             layout: the positions of the patches, for directions that read columns.
-            token_first: in `x`, `mask` and the result, the prefix tokens come before the patches; inside the block they
-                are at their index.
+            token_first: in `x`, `mask` and the result, the prefix tokens come before the patches; inside the block, and
+                in values, they are at their index.
             mask: `[B, T]`, True at real tokens. Outputs of the others are undefined.
         """
         if layout is None or not token_first:
             return super().forward(x, layout=layout, mask=mask, output_final_state=False)[0]
         if mask is not None:
             mask = move_prefix_back(mask.unsqueeze(-1), layout).squeeze(-1)
-        y, _ = super().forward(move_prefix_back(x, layout), layout=layout, mask=mask, output_final_state=False)
-        return move_prefix_first(y, layout)
+        x = _change_residual(move_prefix_back, x, layout)
+        y, _ = super().forward(x, layout=layout, mask=mask, output_final_state=False)
+        return _change_residual(move_prefix_first, y, layout)
 
 
 @register_kind("image")
@@ -380,18 +388,19 @@ class ImageBackbone(PretrainedModel, nn.Module):
             raise ValueError(f"attn_mask must hold booleans {list(x.shape[:2])}")
         return move_prefix_back(mask.unsqueeze(-1), layout).squeeze(-1)
 
-    def _run(self, block: nn.Module, x: Tensor, layout: Layout, mask: Tensor | None = None) -> Tensor:
+    def _run(self, block: nn.Module, x: Any, layout: Layout, mask: Tensor | None = None) -> Any:
         run = partial(checkpoint, block) if self.grad_checkpointing and not torch.jit.is_tracing() else block
         options: dict[str, Any] = {} if mask is None else {"mask": mask}
         # Hooks and symbolic traces see the class token first, as in timm's models. Other runs avoid the two copies.
-        if self.class_token == "middle" and (isinstance(x, torch.fx.Proxy) or has_observers(block)):
+        if self.class_token == "middle" and (isinstance(residual_of(x), torch.fx.Proxy) or has_observers(block)):
             if mask is not None:
                 options = {"mask": move_prefix_first(mask.unsqueeze(-1), layout).squeeze(-1)}
-            x = run(move_prefix_first(x, layout), layout, token_first=True, **options)
-            return move_prefix_back(x, layout)
+            x = run(_change_residual(move_prefix_first, x, layout), layout, token_first=True, **options)
+            return _change_residual(move_prefix_back, x, layout)
         return run(x, layout, **options)
 
-    def _prefix_first(self, x: Tensor, layout: Layout) -> Tensor:
+    def _prefix_first(self, x: Tensor | Carried, layout: Layout) -> Tensor:
+        x = residual_of(x)
         return move_prefix_first(x, layout) if self.class_token == "middle" else x
 
     @property
@@ -435,7 +444,8 @@ class ImageBackbone(PretrainedModel, nn.Module):
         for index, block in enumerate(self.blocks[: last + 1] if stop_early else self.blocks):
             x = self._run(block, x, layout, mask)
             if index in taken:
-                taps.append(split_prefix(self.norm(x) if norm else x, layout))
+                tapped = residual_of(x)
+                taps.append(split_prefix(self.norm(tapped) if norm else tapped, layout))
         tokens, intermediates = [token for token, _ in taps], [patches for _, patches in taps]
         if output_fmt == "NCHW":
             grid = (layout.height, layout.width)
@@ -599,6 +609,10 @@ class ImageBackbone(PretrainedModel, nn.Module):
         if pool == "token" and self.class_token == "none":
             raise ValueError("global_pool='token' needs a class token")
         return pool
+
+
+def _change_residual(change: Callable[[Tensor, Layout], Tensor], x: Any, layout: Layout) -> Any:
+    return Carried(change(x.residual, layout), x.values) if isinstance(x, Carried) else change(x, layout)
 
 
 def _init_linear(module: nn.Linear) -> None:

@@ -24,6 +24,7 @@ from longseq.blocks.hooks import has_observers
 from longseq.blocks.pooling import Pooling
 from longseq.blocks.precision import at_least_float32
 from longseq.blocks.recompute import checkpoint_if
+from longseq.blocks.residual import carry, residual_of
 from longseq.blocks.sharding import has_shards, unsharded_class
 from longseq.kernels.packing import Packing
 from longseq.mixers import Mixer
@@ -352,10 +353,10 @@ class _Sweep:
         places = None if self.body.positions is None else step.positions(self.device)
         return self.body.embed(tokens, places, added)
 
-    def _pool(self, step: _Step, x: Tensor, gathered: Gathered | None) -> tuple[Any, Any]:
-        return self.pooling.read(self.body.norm(x), step, gathered)
+    def _pool(self, step: _Step, x: Any, gathered: Gathered | None) -> tuple[Any, Any]:
+        return self.pooling.read(self.body.norm(residual_of(x)), step, gathered)
 
-    # Each of these replaces the residual `[1, T, D]` of every step by the residual after the block.
+    # Each of these replaces the residual `[1, T, D]` of every step, or `Carried`, by that after the block.
 
     def _read_both_ways(self, block: Any, residual: list[Any], steps: list[_Step]) -> None:
         orders = range(len(block.mixer.orders))
@@ -369,7 +370,7 @@ class _Sweep:
             residual[index], state = step.run(partial(self._join, step, block), residual[index], backward[index], state)
             backward[index] = None
 
-    def _scan(self, step: _Step, block: Any, order: int, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+    def _scan(self, step: _Step, block: Any, order: int, x: Any, state: Any) -> tuple[Tensor, Any]:
         """Read a step in one order of a layer; returns the output and the state for the next step in this order."""
         backward = order == 1
         count = len(step.documents)
@@ -377,13 +378,14 @@ class _Sweep:
         start = _place(state, count, count - 1 if backward else 0, initial, self.body.embedding.weight)
         wanted = step.continues if backward else step.goes_on
         y, last = block.mixer.read_order(
-            order, block.enter(x), start, cu_seqlens=step.packing(x.device), output_final_state=wanted
+            order, block.receive(x), start, cu_seqlens=step.packing(self.device), output_final_state=wanted
         )
         return y, _row(last, 0) if backward and wanted else last
 
-    def _join(self, step: _Step, block: Any, x: Tensor, backward: Tensor, state: Any) -> tuple[Tensor, Any]:
+    def _join(self, step: _Step, block: Any, x: Any, backward: Tensor, state: Any) -> tuple[Any, Any]:
         forward, state = self._scan(step, block, 0, x, state)
-        return block.add_branches(x, block.mixer.join([forward, backward]), step.packing(x.device)), state
+        x, y, values = block.take(x, block.mixer.join([forward, backward]))
+        return carry(block.add_branches(x, y, step.packing(self.device)), values), state
 
     def _read_one_way(self, block: Any, residual: list[Any], steps: list[_Step]) -> None:
         order = range(len(steps))
@@ -392,17 +394,19 @@ class _Sweep:
             step = steps[index]
             residual[index], state = step.run(partial(self._call, step, block), residual[index], state)
 
-    def _call(self, step: _Step, block: Any, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+    def _call(self, step: _Step, block: Any, x: Any, state: Any) -> tuple[Any, Any]:
         backward, count = block.mixer.reverse, len(step.documents)
         initial = block.mixer.initial_state
         start = _place(state, count, count - 1 if backward else 0, initial, self.body.embedding.weight)
         wanted = step.continues if backward else step.goes_on
-        y, last = block(x, start, cu_seqlens=step.packing(x.device), output_final_state=wanted)
+        y, last = block(x, start, cu_seqlens=step.packing(self.device), output_final_state=wanted)
         return y, _row(last, 0) if backward and wanted else last
 
     def _read_windows(self, block: Any, residual: list[Any], steps: list[_Step]) -> None:
         """Read a layer whose tokens see a window on both sides: each step with the tokens around it."""
         reach = block.mixer.window - 1
+        passed = list(residual)
+        residual[:] = map(residual_of, passed)
         before: Tensor | None = None
         for index, step in enumerate(steps):
             x = residual[index]
@@ -410,6 +414,7 @@ class _Sweep:
             later = self._find_later(residual, steps, index, reach)
             residual[index] = step.run(partial(self._call_window, step, block), earlier, x, later)
             before = torch.cat([earlier, x], dim=1)[:, -reach:] if step.goes_on and reach else None
+        residual[:] = [carry(x, getattr(own, "values", None)) for x, own in zip(residual, passed, strict=True)]
 
     def _find_later(self, residual: list[Any], steps: list[_Step], index: int, reach: int) -> Tensor:
         """Up to `reach` tokens of the document that goes on after a step."""

@@ -62,6 +62,7 @@ def build_blocks(
         for module in reading.modules():
             if isinstance(module, Mixer):
                 module.recompute = recompute == "mixer"
+                module.place_in_model(names[:index].count(name), names.count(name))
         mlp, mlp_norm = (None, None) if make_mlp is None else (make_mlp(), make_norm())
         blocks.append(kind(reading, make_norm(), mlp=mlp, mlp_norm=mlp_norm, drop_path=rate))
     return blocks

@@ -27,7 +27,7 @@ from longseq.blocks.initialisation import save_rng_state
 from longseq.blocks.mlp import SwiGLU
 from longseq.blocks.norm import ResidualLayerNorm, ResidualRMSNorm
 from longseq.blocks.precision import at_least_float32
-from longseq.blocks.residual import Block, PostNormBlock
+from longseq.blocks.residual import Block, PostNormBlock, residual_of
 from longseq.blocks.rotary import count_positions
 from longseq.blocks.sharding import full_parameters, gathers_parameters
 from longseq.kernels.packing import Packing, pack_like
@@ -285,7 +285,8 @@ class TokenBackbone(PretrainedModel, nn.Module):
             if layer is not None and max_length is not None:
                 layer = block.change_mixer_state(layer, partial(block.mixer.preallocate, max_length=max_length))
             states.append(layer)
-        return self.norm(x), TokenState(tuple(states), position) if output_final_state else None
+        x = self.norm(residual_of(x))
+        return x, TokenState(tuple(states), position) if output_final_state else None
 
     @gathers_parameters
     def forward_head(self, features: Tensor) -> Tensor:
@@ -321,7 +322,8 @@ class TokenBackbone(PretrainedModel, nn.Module):
         for block, layer in zip(self.blocks, state.layers, strict=True):
             x, layer = block.step(x, layer)
             states.append(layer)
-        return self.forward_head(self.norm(x)), TokenState(tuple(states), None if position is None else position + 1)
+        x = self.norm(residual_of(x))
+        return self.forward_head(x), TokenState(tuple(states), None if position is None else position + 1)
 
     def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> TokenState:
         """Return the state before the first token; `dtype` is the type of the weights. ValueError as in `step`."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from longseq.state import map_state
 
 
 def is_replaceable(module: nn.Module, kind: type[nn.Module]) -> bool:
@@ -34,10 +36,10 @@ def has_observers(module: nn.Module) -> bool:
     return observed or "forward" in module.__dict__
 
 
-def step_by_call(module: nn.Module, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+def step_by_call(module: nn.Module, x: Any, state: Any) -> tuple[Any, Any]:
     """Read one token `x [B, D]` as a sequence of one, because hooks run in calls of a module and not in `step`."""
-    y, state = module(x.unsqueeze(1), state)
-    return y.squeeze(1), state
+    y, state = module(map_state(lambda each: each.unsqueeze(1), x), state)
+    return map_state(lambda each: each.squeeze(1), y), state
 
 
 def _hooks(module: nn.Module) -> tuple[Any, ...]:

@@ -26,6 +26,9 @@ class Reading(Protocol[StateT]):
     orders in which the tokens are read.
     """
 
+    makes_values: bool
+    reads_values: bool
+
     @property
     def orders(self) -> tuple[str, ...]: ...
 

@@ -28,6 +28,23 @@ class ChannelMixingState(NamedTuple):
     shift: Tensor
 
 
+class Carried(NamedTuple):
+    """The residual `[B, T, D]` with values `[B, T, C]` that the first layer of a mixer made for its others."""
+
+    residual: Tensor
+    values: Tensor
+
+
+def carry(residual: Tensor, values: Tensor | None) -> Tensor | Carried:
+    """What a block passes to the next one: the residual, with values if there are any."""
+    return residual if values is None else Carried(residual, values)
+
+
+def residual_of(x: Tensor | Carried) -> Tensor:
+    """The residual without values."""
+    return x.residual if isinstance(x, Carried) else x
+
+
 class SequenceDropPath(DropPath):
     """timm's stochastic depth, which draws for each row, or for each packed sequence."""
 
@@ -45,7 +62,8 @@ class Block(nn.Module, Generic[StateT]):
         x = x + mixer(norm1(x));   x = x + mlp(norm2(x))
 
     The residual keeps its type (such as float32) whatever the type of the weights. The state is the mixer's; with a
-    `ChannelMixing` as MLP it is a `ChannelMixingState`.
+    `ChannelMixing` as MLP it is a `ChannelMixingState`. Values for later layers (see `longseq.mixers.Mixer`) come with
+    the residual, as `Carried`, from the layer that makes them on.
 
     Args:
         mixer, norm: the reading and its norm.
@@ -74,38 +92,40 @@ class Block(nn.Module, Generic[StateT]):
 
     def forward(
         self,
-        x: Tensor,
+        x: Tensor | Carried,
         state: StateT | None = None,
         *,
         layout: Layout | None = None,
         cu_seqlens: Tensor | Packing | None = None,
         mask: Tensor | None = None,
         output_final_state: bool = True,
-    ) -> tuple[Tensor, StateT | None]:
+    ) -> tuple[Any, StateT | None]:
         """Transform `x [B, T, D]`; arguments and results are as for `longseq.blocks.reading.Reading`."""
         own, shift = self._split(state)
-        packing = pack_like(cu_seqlens, x)
+        packing = pack_like(cu_seqlens, residual_of(x))
         options: dict[str, Any] = {"cu_seqlens": packing, "mask": mask, "output_final_state": output_final_state}
-        y, following = self.mixer(self.enter(x), own, layout=layout, **options)
+        y, following = self.mixer(self.receive(x), own, layout=layout, **options)
+        x, y, values = self.take(x, y)
         if not isinstance(self.mlp, ChannelMixing):
-            return self.add_branches(x, y, packing), following
+            return carry(self.add_branches(x, y, packing), values), following
         x, y = self.add_mixed(x, y, packing)
         y, shift = self.mlp(y, shift, **options)
-        return self.add_mlp(x, y, packing), self._join(following, shift)
+        return carry(self.add_mlp(x, y, packing), values), self._join(following, shift)
 
     @gathers_parameters
-    def step(self, x: Tensor, state: StateT) -> tuple[Tensor, StateT]:
+    def step(self, x: Tensor | Carried, state: StateT) -> tuple[Any, StateT]:
         """Transform one more token `x [B, D]`; raises ValueError for a reading in several directions."""
         if has_observers(self):
             return step_by_call(self, x, state)
         own, shift = self._split(state)
-        y, following = self.mixer.step(self.enter(x), own)
+        y, following = self.mixer.step(self.receive(x), own)
+        x, y, values = self.take(x, y)
         if not isinstance(self.mlp, ChannelMixing):
-            return self.add_branches(x, y), following
+            return carry(self.add_branches(x, y), values), following
         assert shift is not None
         x, y = self.add_mixed(x, y)
         y, shift = self.mlp.step(y, shift)
-        return self.add_mlp(x, y), self._join(following, shift)
+        return carry(self.add_mlp(x, y), values), self._join(following, shift)
 
     def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> StateT:
         """Return the state before the first token, of a block that reads in one direction."""
@@ -132,8 +152,20 @@ class Block(nn.Module, Generic[StateT]):
     def _join(self, state: Any, shift: Tensor | None) -> Any:
         return state if shift is None else ChannelMixingState(state, shift)
 
+    def receive(self, x: Tensor | Carried) -> Tensor:
+        """The mixer's input: `enter`, and behind its channels the values if the mixer reads them."""
+        y = self.enter(residual_of(x))
+        return torch.cat((y, x.values.to(y.dtype)), dim=-1) if isinstance(x, Carried) and self.mixer.reads_values else y
+
+    def take(self, x: Tensor | Carried, y: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The residual, the mixer's output for it, and the values for later layers, which may come from this mixer."""
+        residual, values = x if isinstance(x, Carried) else (x, None)
+        if not self.mixer.makes_values:
+            return residual, y, values
+        return residual, y[..., : residual.shape[-1]], y[..., residual.shape[-1] :]
+
     def enter(self, x: Tensor) -> Tensor:
-        """The mixer's input, from the residual."""
+        """The first channels of the mixer's input, from the residual."""
         return self.norm1(x)
 
     def add_branches(self, x: Tensor, branch: Tensor, packing: Packing | None = None) -> Tensor:

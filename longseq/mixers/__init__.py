@@ -29,6 +29,7 @@ from longseq.mixers import (  # noqa: F401 - importing a module registers its mi
     rg_lru,
     rwkv4,
     rwkv6,
+    rwkv7,
     supra,
     ttt,
     vla,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any, ClassVar, Generic, TypeVar, get_args
 
 import torch
@@ -62,6 +63,10 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
         reverse: set by models: read from the last token to the first. `forward` then takes the state of the tokens
             after `x` and returns the state before them with `x` read; `step` reads the token before that.
         recompute: set by models: the backward pass repeats `scan` instead of saving its activations.
+        makes_values: set by `place_in_model`: behind its I channels, a reading has values for later layers,
+            `d_model` channels for each order, which `project_out` leaves as they are.
+        reads_values: set by `place_in_model`: the input may have such values behind its `d_model` channels; those for a
+            pair are side by side.
     """
 
     paper: ClassVar[str] = ""
@@ -80,6 +85,8 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
     revision: int = 1
     reverse: bool = False
     recompute: bool = False
+    makes_values: bool = False
+    reads_values: bool = False
 
     # A callback that watches the layer puts a dictionary here, to which scans report (see `observe`).
     observed: dict[str, Tensor] | None = None
@@ -305,6 +312,12 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
     def reset_parameters(self) -> None:
         """Set the mixer's initial parameters and buffers, after the `reset_parameters` of submodules."""
 
+    def place_in_model(self, layer: int, layers: int) -> None:
+        """The index of this layer among the layers with its mixer, and their number, for models to call.
+
+        They call `reset_parameters` afterwards, because parameters and initial values may depend on the place.
+        """
+
     def release_projections(self) -> None:
         """Keep only the scan, for a mixer that shares another one's projections."""
         for name in ("in_proj", "out_proj"):
@@ -339,6 +352,16 @@ def check_state_rows(state: Any, rows: int) -> None:
 def hide_padding(x: Tensor, mask: Tensor | None) -> Tensor:
     """`x [B, T, D]` with zeros at padding: multiplying by a mask later would keep NaN."""
     return x if mask is None else x.masked_fill(~mask.unsqueeze(-1), 0)
+
+
+def add_readings(readings: Sequence[Tensor], channels: int, divisor: int = 1) -> Tensor:
+    """The sum of readings `[..., channels]`, divided; values for later layers behind them come side by side."""
+    has_values = readings[0].shape[-1] > channels
+    total = reduce(torch.add, [reading[..., :channels] if has_values else reading for reading in readings])
+    total = total if divisor == 1 else total / divisor
+    if not has_values:
+        return total
+    return torch.cat((total, *(reading[..., channels:] for reading in readings)), dim=-1)
 
 
 Found = TypeVar("Found")

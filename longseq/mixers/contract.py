@@ -85,11 +85,13 @@ def make(name: str, d_model: int = 32, **options: Any) -> Mixer[Any]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         mixer = create(name, d_model, **options).double().eval()
-    with torch.no_grad():
-        for parameter in mixer.parameters():
-            # Twice the log of a decay rate would forget everything within a token.
-            if parameter.ndim > 1 and parameter is not getattr(mixer, "A_log", None):
-                parameter.mul_(2)
+        with torch.no_grad():
+            for parameter in mixer.parameters():
+                if parameter.ndim > 1 and not parameter.any():
+                    parameter.normal_(std=0.1)
+                # Twice the log of a decay rate would forget everything within a token.
+                elif parameter.ndim > 1 and parameter is not getattr(mixer, "A_log", None):
+                    parameter.mul_(2)
     return mixer
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial, reduce
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -24,7 +24,7 @@ from longseq.blocks.reading import (
 from longseq.blocks.traces import whole_in_traces
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
-from longseq.mixers.base import Mixer, check_rows, hide_padding
+from longseq.mixers.base import Mixer, add_readings, check_rows, hide_padding
 from longseq.mixers.registry import create, get
 
 SHARING = ("projections", "all", "none")
@@ -85,6 +85,16 @@ class Directions(nn.Module):
         mixers: list[Any] = list(self.mixers)
         return mixers * len(self.orders) if self.share == "all" else mixers
 
+    @property
+    def makes_values(self) -> bool:
+        """Whether the mixers do (see `Mixer`)."""
+        return self.readers[0].makes_values
+
+    @property
+    def reads_values(self) -> bool:
+        """Whether the mixers do (see `Mixer`)."""
+        return self.readers[0].reads_values
+
     @whole_in_traces
     def forward(
         self,
@@ -116,19 +126,19 @@ class Directions(nn.Module):
         if self.share == "none":
             return self._merge(
                 [
-                    mixer.project_out(_read(mixer, mixer.project_in(x), order, layout, packing, mask))
-                    for mixer, order in zip(readers, self.orders, strict=True)
+                    mixer.project_out(_read(mixer, mixer.project_in(own), order, layout, packing, mask))
+                    for mixer, own, order in zip(readers, self._inputs(x), self.orders, strict=True)
                 ]
             ), None
         projected = first.project_in(x)
         # Operations read half of a batch backward, but packed sequences in one direction.
         if packing is None and first.reads_pairs and are_pairs(self.orders) and not self._must_read_separately():
             readings = self._read_pairs(projected, layout, mask)
-        elif packing is None and self.share == "all":
+        elif packing is None and self.share == "all" and not (self.makes_values or self.reads_values):
             readings = self._read_stacked(projected, layout, mask)
         else:
-            pairs = zip(readers, self.orders, strict=True)
-            readings = [_read(mixer, projected, order, layout, packing, mask) for mixer, order in pairs]
+            pairs = zip(readers, self._inputs(projected), self.orders, strict=True)
+            readings = [_read(mixer, own, order, layout, packing, mask) for mixer, own, order in pairs]
         return first.project_out(self._merge(readings)), None
 
     def read_order(
@@ -150,7 +160,7 @@ class Directions(nn.Module):
         projecting = mixer if self.share == "none" else self.readers[0]
         y, state = _scan(
             mixer,
-            projecting.project_in(x),
+            projecting.project_in(self._inputs(x)[index]),
             state,
             reverse=self.orders[index] in REVERSED,
             cu_seqlens=cu_seqlens,
@@ -177,14 +187,15 @@ class Directions(nn.Module):
     def _read_pairs(self, projected: Tensor, layout: Layout | None, mask: Tensor | None) -> list[Tensor]:
         """Read each order and its reverse in one call; return one sum for each pair."""
         orders, readers = self.orders[::2], self.readers
-        inputs = [reorder(projected, order, layout) for order in orders]
+        pairs = zip(self._inputs(projected, 2), orders, strict=True)
+        inputs = [reorder(own, order, layout) for own, order in pairs]
         masks = None if mask is None else [reorder(mask, order, layout) for order in orders]
         if self.share == "all":
             stacked = readers[0].read_pair(readers[0], torch.cat(inputs), None if masks is None else torch.cat(masks))
             readings = _unstack(stacked, len(orders))
         else:
-            pairs = zip(readers[::2], readers[1::2], inputs, masks or len(orders) * (None,), strict=True)
-            readings = [forward.read_pair(backward, x, real) for forward, backward, x, real in pairs]
+            read = zip(readers[::2], readers[1::2], inputs, masks or len(orders) * (None,), strict=True)
+            readings = [forward.read_pair(backward, x, real) for forward, backward, x, real in read]
         return [restore(reading, order, layout) for reading, order in zip(readings, orders, strict=True)]
 
     def _read_stacked(self, projected: Tensor, layout: Layout | None, mask: Tensor | None) -> list[Tensor]:
@@ -199,9 +210,17 @@ class Directions(nn.Module):
         readings = _unstack(y, len(orders))
         return [restore(reading, order, layout) for reading, order in zip(readings, orders, strict=True)]
 
+    def _inputs(self, x: Tensor, orders: int = 1) -> list[Tensor]:
+        """The input of each reading, or of each pair for `orders=2`: with its values if they are behind the tokens."""
+        count = len(self.orders) // orders
+        tokens, *values = x.split(self.readers[0].d_model, dim=-1) if self.reads_values else (x,)
+        if not values or count == 1:
+            return count * [x]
+        return [torch.cat((tokens, *values[i * orders : (i + 1) * orders]), dim=-1) for i in range(count)]
+
     def _merge(self, readings: list[Tensor]) -> Tensor:
-        total = reduce(torch.add, readings)
-        return total / len(self.orders) if self.merge == "mean" else total
+        channels = self.readers[0].d_model if self.makes_values else readings[0].shape[-1]
+        return add_readings(readings, channels, len(self.orders) if self.merge == "mean" else 1)
 
     def flops(self, tokens: int) -> int:
         """Count the floating-point operations of a forward pass over one sequence; a multiply-add counts as two."""

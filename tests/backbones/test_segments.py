@@ -9,6 +9,7 @@ import pytest
 import torch
 from cases import cases
 from torch import Tensor, nn
+from zeros import without_zeros
 
 from longseq import mixers
 from longseq.backbones.classifier import TextClassifier
@@ -25,7 +26,7 @@ def make(mixer: str = "deltanet", depth: int = 1, **options: Any) -> TextClassif
     if mixer == "window_attention":
         options["mixer_options"] = {"window": 5}  # longer than a segment
     model = TextClassifier(num_classes=3, vocab_size=VOCABULARY, d_model=16, depth=depth, mixer=mixer, **options)
-    model = model.double()
+    model = without_zeros(model).double()
     with torch.no_grad():  # so that tokens, and not rounding, determine the output
         model.body.embedding.weight.mul_(50)
         model.head.weight.mul_(50)
@@ -73,6 +74,9 @@ def test_segments_give_the_logits_and_gradients_of_whole_documents(mixer: str, d
         {"norm_order": "post", "positions": "learned", "max_length": 7, "pooling": "last"},
         {"positions": "learned", "max_length": 7, "direction": "alternating", "depth": 2, "pooling": "attention"},
         {"mixer": "mamba", "pooling": "attention", "recompute": "block"},
+        {"mixer": "rwkv7+window_attention+rwkv7", "depth": 3, "direction": "bidirectional"},
+        {"mixer": "rwkv7+window_attention+rwkv7", "depth": 3, "recompute": "block"},
+        {"mixer": "rwkv7+window_attention+rwkv7", "depth": 3, "direction": "alternating"},
         {"hashed_ngrams": 4, "ngram_buckets": 50},
         {"hashed_ngrams": 4, "ngram_buckets": 50, "direction": "bidirectional", "pooling": "max"},
     ],

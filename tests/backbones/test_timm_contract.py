@@ -16,6 +16,7 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, resolve_model
 from timm.models import get_notrace_functions, get_notrace_modules
 from timm.models._manipulate import group_parameters
 from torchvision.models.feature_extraction import create_feature_extractor, get_graph_node_names
+from zeros import without_zeros
 
 from longseq import mixers
 from longseq.blocks.positions import TOKEN_PLACES
@@ -41,13 +42,14 @@ def tiny(mixer="longhorn", direction="bidirectional", class_token="middle", **op
     torch.manual_seed(0)
     pool = "avg" if class_token == "none" or (class_token, direction) == ("first", "forward") else "token"
     defaults = {"img_size": (32, 24), "patch_size": 8, "embed_dim": 16, "depth": 2, "num_classes": 5}
-    return timm.create_model(
+    model = timm.create_model(
         "longseq_tiny_patch16_224",
         mixer=mixer,
         direction=direction,
         class_token=class_token,
         **defaults | {"global_pool": pool} | options,
     )
+    return without_zeros(model)
 
 
 def images(model, batch=2):

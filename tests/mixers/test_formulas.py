@@ -235,6 +235,35 @@ def rwkv6(p: Weights, x: Tensor, o: Options) -> Tensor:
     return torch.stack(y)
 
 
+def rwkv7(p: Weights, x: Tensor, o: Options) -> Tensor:
+    """`x [T, D]`, or `[T, 2 D]` with the values of the first layer, in a layer that mixes its own with them."""
+    H = o.get("num_heads", 1)
+    S, last, y = zeros(H, D_MODEL // H, D_MODEL // H), zeros(D_MODEL), []
+    for row in x:
+        token, first = row[:D_MODEL], row[D_MODEL:]
+        for_r, for_w, for_k, for_v, for_a, for_g = (token + amount * (last - token) for amount in p["mix"])
+        r, k, v = project(p, "receptance", for_r), project(p, "key", for_k), project(p, "value", for_v)
+        w = p["decay_base"] + torch.tanh(for_w @ p["decay_down"]) @ p["decay_up"]
+        w = torch.exp(-math.exp(-0.5) * sigmoid(w))
+        a = sigmoid(p["rate_base"] + for_a @ p["rate_down"] @ p["rate_up"])
+        if len(first):
+            v = v + (first - v) * sigmoid(p["value_base"] + for_v @ p["value_down"] @ p["value_up"])
+        written = k * (1 + (a - 1) * p["key_rate"])
+        if o.get("negative_eigenvalues"):
+            a = a * (1 + w)
+        r, unit, v, a, w, written = heads(H, r, k * p["key_scale"], v, a, w, written)
+        unit = unit / (unit**2).sum(-1, keepdim=True).sqrt()
+        S = w.unsqueeze(-1) * S - outer(a * unit, read(S, unit)) + outer(written, v)
+        out = read(S, r)
+        out = out - out.mean(-1, keepdim=True)
+        out = out / ((out**2).mean(-1, keepdim=True) + o.get("norm_eps", 64e-5)).sqrt()
+        out = out.flatten() * p["norm.weight"] + p["norm.bias"]
+        out = out + ((r * written * p["bonus"]).sum(-1, keepdim=True) * v).flatten()
+        y.append(out * (sigmoid(for_g @ p["gate_down"]) @ p["gate_up"]))
+        last = token
+    return torch.stack(y)
+
+
 def rg_lru(p: Weights, x: Tensor, o: Options) -> Tensor:
     H = o.get("num_heads", 16)
     width = o.get("width", H * max(1, round(4 * D_MODEL / (3 * H))))
@@ -537,6 +566,8 @@ CASES: dict[Layer, list[Options]] = {
     rg_lru: [{}, {"num_heads": 2}, {"width": 32, "num_heads": 4}, {"convolution_width": 2}],
     rwkv4: [{}],
     rwkv6: [{}, {"num_heads": 2}, {"shift_rank": 3, "decay_rank": 5}, {"norm_eps": 1.0}],
+    rwkv7: [{}, {"num_heads": 2, "negative_eigenvalues": True}, {"decay_rank": 3, "rate_rank": 4, "gate_rank": 5},
+            {"norm_eps": 1.0}],
     supra: [{}, {"num_heads": 2}, {"num_heads": 4, "num_kv_heads": 2}, {"num_heads": 3, "head_dim": 6},
             {"rotary_base": 10.0}, {"norm_eps": 1.0}],
     ttt: [{}, {"num_heads": 2}, {"gamma_activation": "softplus", "convolution_width": 2}],
@@ -570,6 +601,29 @@ def test_the_layer_is_its_formula(layer: Layer, options: Options) -> None:
         y, state = mixer.step(token[None], state)
         steps.append(y)
     torch.testing.assert_close(torch.cat(steps), expected, **same)
+
+
+def test_rwkv7_reads_the_values_of_the_first_layer() -> None:
+    torch.manual_seed(0)
+    first, second = (mixers.create("rwkv7", D_MODEL, num_heads=2, value_rank=3).double() for _ in range(2))
+    for layer, mixer in enumerate((first, second)):
+        mixer.place_in_model(layer, 2)
+        for parameter in mixer.parameters():
+            torch.nn.init.normal_(parameter, std=0.5)
+    x = torch.randn(TOKENS, D_MODEL, dtype=torch.float64)
+    y, values = first(x[None])[0][0].split(D_MODEL, dim=-1)
+    p = dict(first.state_dict())
+    torch.testing.assert_close(y, project(p, "out_proj", rwkv7(p, x, {"num_heads": 2})))
+    before = torch.cat((zeros(1, D_MODEL), x[:-1]))
+    torch.testing.assert_close(values, project(p, "value", x + p["mix"][3] * (before - x)))
+    wide, p = torch.cat((x, values), dim=-1), dict(second.state_dict())
+    expected = project(p, "out_proj", rwkv7(p, wide, {"num_heads": 2}))
+    torch.testing.assert_close(second(wide[None])[0][0], expected)
+    state, steps = second.initial_state(1, dtype=x.dtype), []
+    for token in wide:
+        step, state = second.step(token[None], state)
+        steps.append(step)
+    torch.testing.assert_close(torch.cat(steps), expected)
 
 
 def test_no_mixer_is_left_out() -> None:

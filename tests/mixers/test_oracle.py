@@ -37,7 +37,7 @@ class Oracle:
     run: from the peer and tokens `[B, T, D]` to its output.
     """
 
-    ours: mixers.Mixer
+    ours: nn.Module
     peer: nn.Module
     convert: Callable[[Weights], Weights]
     run: Callable[[nn.Module, Tensor], Tensor]
@@ -528,6 +528,79 @@ def fla_rwkv6(monkeypatch: pytest.MonkeyPatch) -> Oracle:
     peer.gate_fn = functional.silu
     ours = mixers.create("rwkv6", D_MODEL, num_heads=2, shift_rank=3, decay_rank=4)
     return Oracle(ours, peer, convert, _run_fla)
+
+
+class TwoLayers(nn.Module):
+    """RWKV-7's first layer, whose values enter the second, with a residual around each."""
+
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        if isinstance(self.first, mixers.Mixer):
+            y, values = self.first(x)[0].split(D_MODEL, dim=-1)
+            return (x + y + self.second(torch.cat((x + y, values), dim=-1))[0],)
+        y, _, _, values = self.first(x)
+        return (x + y + self.second(x + y, v_first=values)[0],)
+
+
+@oracle
+def fla_rwkv7(monkeypatch: pytest.MonkeyPatch) -> Oracle:
+    fla = Fla(monkeypatch)
+    fla.recur_rwkv7()
+    ranks = {"decay": 3, "rate": 4, "gate": 6, "value": 5}
+    ours = [
+        mixers.create("rwkv7", D_MODEL, num_heads=2, **{f"{name}_rank": ranks[name] for name in ranks})
+        for _ in range(2)
+    ]
+    sizes = {
+        f"{name}_low_rank_dim": ranks[own]
+        for name, own in (("decay", "decay"), ("a", "rate"), ("gate", "gate"), ("v", "value"))
+    }
+    peers = []
+    for index, mixer in enumerate(ours):
+        mixer.place_in_model(index, 2)
+        with pytest.warns(UserWarning, match="RWKV"):
+            peers.append(
+                load("fla.layers.rwkv7").RWKV7Attention(
+                    hidden_size=D_MODEL, head_dim=D_MODEL // 2, norm_eps=64e-5 / (D_MODEL // 2), layer_idx=index,
+                    num_hidden_layers=2, **sizes,
+                )
+            )  # fmt: skip
+
+    def convert_layer(p: Weights) -> Weights:
+        named = {
+            "receptance.weight": "r_proj",
+            "key.weight": "k_proj",
+            "value.weight": "v_proj",
+            "out_proj.weight": "o_proj",
+        }
+        low_rank = {"decay": "w", "rate": "a", "value": "v", "gate": "g"}
+        weights = {
+            "mix": torch.cat([p[f"x_{part}"] for part in "rwkvag"]).squeeze(1),
+            **{"key_scale": p["k_k"], "key_rate": p["k_a"], "bonus": p["r_k"]},
+            **{name: p[f"{theirs}.weight"] for name, theirs in named.items()},
+            **{f"norm.{part}": p[f"g_norm.{part}"] for part in ("weight", "bias")},
+        }
+        for name, theirs in low_rank.items():
+            if f"{theirs}_lora.lora.0.weight" in p:
+                weights[f"{name}_down"] = p[f"{theirs}_lora.lora.0.weight"].T
+                weights[f"{name}_up"] = p[f"{theirs}_lora.lora.2.weight"].T
+            if f"{theirs}_lora.lora.2.bias" in p:
+                weights[f"{name}_base"] = p[f"{theirs}_lora.lora.2.bias"]
+        return weights
+
+    def convert(p: Weights) -> Weights:
+        converted = {}
+        for layer in ("first.", "second."):
+            own = convert_layer(
+                {name.removeprefix(layer): value for name, value in p.items() if name.startswith(layer)}
+            )
+            converted |= {layer + name: value for name, value in own.items()}
+        return converted
+
+    return Oracle(TwoLayers(*ours), TwoLayers(*peers), convert, _run_fla, tolerance=5e-6)
 
 
 @pytest.fixture(params=ORACLES)

@@ -139,6 +139,27 @@ class Fla:
 
         self.patch.setattr(load("fla.layers.gated_deltaproduct"), "chunk_gated_delta_product", run)
 
+    def recur_rwkv7(self) -> None:
+        """The recurrence and the small fused kernels of RWKV-7."""
+        reference = load("fla.ops.generalized_delta_rule.dplr.naive").dplr_recurrence
+
+        def run(r: Tensor, w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, **_: Any) -> tuple[Tensor, None]:
+            o, _ = heads_first(reference, r * r.shape[-1] ** 0.5, k, v, a, b, w)  # it scales the queries
+            return o, None
+
+        def correct(o: Tensor, r: Tensor, k: Tensor, weight: Tensor, v: Tensor, gate: Tensor) -> Tensor:
+            return (o + ((r * k * weight).sum(-1, keepdim=True) * v).flatten(-2)) * gate
+
+        layers = load("fla.layers.rwkv7")
+        for name, function in {
+            "chunk_rwkv7": run,
+            "token_shift": lambda x, *_, **__: (load("fla.modules.token_shift").token_shift_ref(x), None),
+            "fused_addcmul_rwkv7": lambda x, delta, *amounts: [x + delta * amount for amount in amounts],
+            "fused_k_rwkv7": lambda k, a, weight: k.addcmul(k * (a - 1), weight),
+            "gate_output_correction": correct,
+        }.items():
+            self.patch.setattr(layers, name, function)
+
     def recur_gla(self, module: str) -> None:
         reference = load("fla.ops.gla.naive").naive_recurrent_gla
         kernels = ("fused_recurrent_gla", "chunk_gla")

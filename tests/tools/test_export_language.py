@@ -31,7 +31,7 @@ PROGRAMS = Path(__file__).resolve().parents[2] / "docs" / "programs"
 DATA: dict[str, Any] = {"vocab_size": 11, "separator": 10, "window": 64, "tokenizer": {"kind": "bytes"}}
 OTHER_ROWS = r"cannot be reshaped|is invalid for input of size|expected [^\n]* to be equal|Guard failed|mismatch"
 NO_ROOM = r"(?i)out of (bounds|range|data bounds)|must be within|invalid index"
-PATTERNS = [*mixers.mixer_names(), "deltanet+attention+window_attention"]
+PATTERNS = [*mixers.mixer_names(), "rwkv7+deltanet+rwkv7", "deltanet+attention+window_attention"]
 
 
 def build(mixer: str = "deltanet", *, seed: int = 0, **options: Any) -> TokenBackbone:
