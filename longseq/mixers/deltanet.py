@@ -195,15 +195,20 @@ class DeltaMixer(Mixer[DeltaState]):
         return {"q": q, "k": k, "v": v, "beta": 2 * beta if self.negative_eigenvalues else beta}
 
     def _observe_write(self, call: dict[str, Any], g: Tensor | None, mask: Tensor | None) -> None:
-        k, beta = at_least_float32(call["k"]), call.get("beta")
+        k: Tensor = call["k"]
+        beta: Any = call.get("beta")
+
+        def gate_saturation() -> Tensor:
+            gates = [beta / (2 if self.negative_eigenvalues else 1), *([] if g is None else [g.exp()])]
+            return torch.stack([saturation(x, mask) for x in gates]).mean()
+
+        def key_write_norm() -> Tensor:
+            norm = (at_least_float32(k) * call.get("write_key", k)).sum(-1)
+            return token_mean(norm if beta is None else beta * norm, mask)
+
         if beta is not None:
-            highest = 2 if self.negative_eigenvalues else 1
-            gates = [beta / highest] if g is None else [beta / highest, g.exp()]
-            self.observe("gate_saturation", lambda: torch.stack([saturation(x, mask) for x in gates]).mean())
-        written = k * call.get("write_key", k)
-        self.observe(
-            "key_write_norm", lambda: token_mean(written.sum(-1) if beta is None else beta * written.sum(-1), mask)
-        )
+            self.observe("gate_saturation", gate_saturation)
+        self.observe("key_write_norm", key_write_norm)
 
     def _log_decay(self, rate: Any) -> Tensor | None:
         """g `[..., H]` or `[..., H, K]`; None without a decay."""

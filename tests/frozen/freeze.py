@@ -28,6 +28,7 @@ SMALL: dict[str, Any] = {
     "gate_rank": 2,
     "shift_rank": 2,
     "decay_rank": 2,
+    "rate_rank": 2,
     "filter_width": 4,
     "filter_bands": 2,
     "max_length": 8,
