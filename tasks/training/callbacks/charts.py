@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -75,10 +75,13 @@ class KernelPreparation(Callback):
         buffers = [(buffer, buffer.clone()) for buffer in backbone.buffers()]
         gpus = [device] if device.type == "cuda" else []
         with prepare_kernels(device), trainer.precision_plugin.forward_context(), torch.random.fork_rng(gpus):
-            features = module.observe(batch)
-            trained = [parameter for parameter in backbone.parameters() if parameter.requires_grad]
-            torch.autograd.grad(features.float().sum(), trained, allow_unused=True)
-            with evaluating(backbone):
+            # What is computed here is meaningless, and may be refused (eigenvalues of NaN). The training itself raises
+            # all other errors again.
+            with suppress(Exception):
+                features = module.observe(batch)
+                trained = [parameter for parameter in backbone.parameters() if parameter.requires_grad]
+                torch.autograd.grad(features.float().sum(), trained, allow_unused=True)
+            with suppress(Exception), evaluating(backbone):
                 module.observe(batch)
                 with watching(backbone):
                     module.observe(batch, 8)

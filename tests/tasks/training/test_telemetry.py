@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -61,6 +63,7 @@ def test_the_training_is_the_same_with_and_without(precision, tiny, tmp_path, mo
     )
     states = []
     monkeypatch.setattr(charts, "is_tested", lambda device_type: not states)
+    monkeypatch.setattr(charts, "suppress", lambda *_: nullcontext())  # here the computations have a meaning
     for number, override in enumerate(("callbacks.telemetry.every_n_steps=1", "callbacks.telemetry=null")):
         task = fit(tiny(*common, override, f"output={tmp_path / str(number)}"))
         states.append((task.state_dict(), torch.get_rng_state()))
