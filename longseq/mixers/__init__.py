@@ -1,7 +1,7 @@
 """Token mixers, registered by name: `create("deltanet", d_model=192)`, `mixer_names()`.
 
-Each mixer has its own file. To add one, subclass `Mixer`, decorate it with `@register("name")`, import its module here
-and write `conf/mixer/name.yaml`. The contract tests, image models, export and `longseq describe` then include it.
+To add a mixer, subclass `Mixer` in a file of its own, decorate it with `@register("name")` and import its module here.
+Commands (`mixer=name`), the contract tests, image models, export and `longseq describe` then include it.
 """
 
 from longseq.mixers import (  # noqa: F401 - importing a module registers its mixers
