@@ -6,6 +6,7 @@ from longseq import mixers
 from longseq.tasks import registry
 from longseq.tasks.commands import COMMANDS, Compare, Describe, Evaluate
 from longseq.tasks.config import Recipe, Scale, Schedule, Train, defaults
+from longseq.tasks.probe.generators import preset
 
 # Keys that are groups of files.
 GROUPS = ("task", "data", "recipe", "model", "mixer", "scale", "trainer", "callbacks", "logger")
@@ -58,6 +59,7 @@ def store_defaults() -> None:
         store(group="scale", name=name, node=scale.to_dict())
     for name in mixers.mixer_names():
         store_mixer(name)
+    store(group="data", name="state_tracking", node=preset("state_tracking"))
 
 
 def store_mixer(name: str) -> None:

@@ -1,4 +1,4 @@
-"""The generators of the probes: recall, copying, MAD's tasks and RegBench. Each makes many samples at once.
+"""Generators of the probes: recall, copying, MAD's tasks, RegBench, state tracking. Each makes many samples at once.
 
 A plug-in adds its own with `@register("name")` on a function (random, samples, *, options with defaults) -> Samples.
 
@@ -9,6 +9,7 @@ Source of MAD's tasks, from `selective_copying` to `compression`: Mechanistic De
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from itertools import permutations
 from typing import Any, TypeVar
@@ -116,6 +117,28 @@ def copy(random: np.random.Generator, samples: int, *, vocab_size: int = 128, to
     whole = np.concatenate([original, separator, original], axis=1)
     labelled = np.arange(tokens + 1) >= half
     return Samples(whole[:, :-1], next_token_labels(whole, labelled[None])[:, :-1])
+
+
+def state_tracking(random: np.random.Generator, samples: int, *, vocab_size: int = 120, tokens: int = 64) -> Samples:
+    """Permutations of n things, `vocab_size` = n! in all; the answer at each is the product of all permutations so far.
+
+    2 is parity (S2), 6 is S3, 24 is S4 and 120 is S5, which transitions with eigenvalues in [0, 1] cannot track.
+
+    Source: The Illusion of State in State-Space Models (Merrill et al., 2024), section 5.
+    """
+    things = next((n for n in range(2, 7) if math.factorial(n) == vocab_size), None)
+    if things is None:
+        raise ValueError(f"vocab_size={vocab_size} is not 2, 6, 24, 120 or 720, the permutations of n things")
+    elements = np.array(list(permutations(range(things))))  # [n!, n], in lexicographic order
+    places = things ** np.arange(things)
+    numbers = np.zeros(things**things, dtype=np.int64)
+    numbers[elements @ places] = np.arange(vocab_size)
+    sequence = random.integers(0, vocab_size, (samples, tokens))
+    product, labels = np.broadcast_to(np.arange(things), (samples, things)), np.empty_like(sequence)
+    for t in range(tokens):
+        product = np.take_along_axis(elements[sequence[:, t]], product, axis=1)
+        labels[:, t] = numbers[product @ places]
+    return Samples(sequence, labels)
 
 
 def selective_copying(
@@ -415,6 +438,7 @@ GENERATORS: dict[str, Callable[..., Samples]] = {
     "recall": recall,
     "regbench": regbench,
     "selective_copying": selective_copying,
+    "state_tracking": state_tracking,
 }
 
 

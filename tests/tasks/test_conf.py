@@ -43,7 +43,11 @@ OPTIONS = [
     for group in GROUPS
     for path in sorted((CONF / group).glob("*.yaml"))
     if (option := (group, path.stem)) not in OWN
-] + [(group, name) for group, names in (("mixer", mixers.mixer_names()), ("scale", SCALES)) for name in names]
+] + [
+    (group, name)
+    for group, names in (("mixer", mixers.mixer_names()), ("scale", SCALES), ("data", ["state_tracking"]))
+    for name in names
+]
 EXPERIMENTS = sorted(path.relative_to(CONF / "experiment") for path in (CONF / "experiment").rglob("*.yaml"))
 SMALL = DataInfo(["a", "b"], 2, 32, 3, [0.5] * 3, [0.5] * 3, "bicubic", 1.0)
 SMALL_PROBE = ProbeInfo("mqar", vocab_size=8, longest=16, rebuild=False)

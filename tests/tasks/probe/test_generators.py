@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "recall": {"tokens": 40, "vocab_size": 20, "noise": 0.3, "noise_vocab_size": 8},
     "regbench": {"vocab_size": 10, "states": (2, 4), "letters": (2, 8), "strings": (2, 4), "string_length": (1, 6)},
     "selective_copying": {"tokens": 24, "copied": 5},
+    "state_tracking": {"tokens": 12},
 }
 
 
@@ -101,6 +103,20 @@ def test_copy() -> None:
         assert tokens[8] == 127
         assert tokens[9:] == tokens[:7]
         assert labels == [IGNORED] * 8 + tokens[:8]
+
+
+def test_state_tracking() -> None:
+    """The labels of S2 are the parity; those of S4 move the things of a list one permutation after the other."""
+    for tokens, labels in rows(make("state_tracking", vocab_size=2)):
+        assert labels == (np.cumsum(tokens) % 2).tolist()
+    elements = list(itertools.permutations("abcd"))
+    for tokens, labels in rows(make("state_tracking", vocab_size=24)):
+        moved = "abcd"
+        for token, label in zip(tokens, labels, strict=True):
+            moved = moved.translate(str.maketrans("abcd", "".join(elements[token])))
+            assert moved == "".join(elements[label])
+    with pytest.raises(ValueError, match="vocab_size=7"):
+        make("state_tracking", vocab_size=7)
 
 
 def test_selective_copying() -> None:
