@@ -18,7 +18,7 @@ TASKS = {
         "scale": ("document", "documents"),
         "callbacks": ("document",),
     },
-    "probe": {"scale": ("probe",), "callbacks": ("probe",)},
+    "probe": {"data": ("state_tracking",), "scale": ("probe",), "callbacks": ("probe",)},
 }
 
 
