@@ -365,7 +365,7 @@ def _list_checks(test: _Test) -> Iterator[_Check]:
             if fitted is not None:
                 yield _check_of_case(test, fitted)
         return
-    for variant in dict.fromkeys(case.variant for case in trial.cases):
+    for variant in dict.fromkeys([*(case.variant for case in trial.cases), *trial.steps]):
         # The precision of a step's call is that of its state; the token may have another one.
         for dtype in (test.dtype, torch.bfloat16):
             yield _Check(f"{variant} in {dtype}", _make(test, Case(variant, 3), dtype), dtype, _take_steps)

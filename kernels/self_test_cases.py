@@ -65,6 +65,7 @@ class Trial(NamedTuple):
     channels: int | None = None  # D, where it is not a width: more than one program's block
     mixed: tuple[str, ...] = ()  # arguments that are float32 in a mixed call, while the others are in half precision
     narrow: tuple[str, ...] = ()  # arguments that are bfloat16 in a narrow call, while the others are float32
+    steps: tuple[str, ...] = ()  # variants that have a kernel for one token, and none for sequences
 
 
 REVERSED = {"reverse": True}
@@ -166,6 +167,7 @@ TRIALS: dict[str, Trial] = {
             *(Case("gated", tokens, has_gradient=False, kind="gated") for tokens in (130, 1100)),
         ),
         mixed=("beta", "g"),
+        steps=("channel", "added", "channel_added_before"),
     ),
     "head_features": Trial(
         {"H": 2, "K": 64, "V": 64},

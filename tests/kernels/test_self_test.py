@@ -400,6 +400,7 @@ def test_every_kernel_has_its_trial():
     for op in [*TRITON_OPS, *dispatch._STEPS, *dispatch.list_local_ops()]:
         assert self_test.find_trial(op).cases
     for op, trial in self_test.TRIALS.items():
+        assert set(trial.steps) <= set(list_variants(op))
         for case in trial.cases:
             assert case.variant in list_variants(op)
             assert case.tokens > 1
