@@ -35,13 +35,13 @@ class DeltaState(NamedTuple):
 
 
 class DeltaMixer(Mixer[DeltaState]):
-    """Base of DeltaNet and Gated DeltaNet.
+    """Base of DeltaNet, Gated DeltaNet and the layers that follow from them.
 
         q, k, v = conv(W x);  q, k = normalise(φ(q)), normalise(φ(k));  v = SiLU(v);  β = sigmoid(W_β x)
         S ← exp(g) S;   S ← S + β k (v − Sᵀ k)ᵀ;   y = gate(RMSNorm(Sᵀ q / √K))
 
     The defaults are a layer without decay (g = 0) and gate. A subclass creates `in_proj`, `convolution`, `norm` and
-    `out_proj`, and sets the attributes below.
+    `out_proj`, sets the attributes below, and may make other arguments of `delta_rule` in `_write`.
 
     Attributes:
         num_heads, key_dim: heads of keys, and K.

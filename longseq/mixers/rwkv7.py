@@ -128,7 +128,7 @@ class RWKV7(Mixer[RWKV7State]):
 
     def place_in_model(self, layer: int, layers: int) -> None:
         self.layer, self.layers = layer, layers
-        self.makes_values = self.value_residual and layer == 0 < layers - 1
+        self.makes_values = self.value_residual and layer == 0 and layers > 1
         self.reads_values = self.value_residual and layer > 0
         if self.reads_values:
             self.value_base = nn.Parameter(torch.empty_like(self.rate_base))

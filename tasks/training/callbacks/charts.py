@@ -1,4 +1,4 @@
-"""Charts of a run: what the mixers report about themselves, and confusion matrices."""
+"""What the mixers report about themselves, the kernels that this and the training need, and confusion matrices."""
 
 import logging
 import time
