@@ -23,7 +23,7 @@ HERE = Path(__file__).parent
 ABOVE = HERE.parent
 OURS = ("ours", "triton", "torch", None)  # implementations that a change of ours can affect
 # Changes, compiled kernels, and the history of launches, kernels and decoders.
-NO_TABLES = ("changes", "compilations", "counted_launches", "files_before", "kernel_versions")
+NO_TABLES = ("changes", "compilations", "counted_launches", "kernel_versions")
 SUBJECTS = ("mixer", "model", "op", "variant", "call", "recurrence", "overrides")
 HEAD = """# Measured results
 

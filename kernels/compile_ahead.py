@@ -19,12 +19,11 @@ _LOCK = threading.Lock()
 
 
 @contextmanager
-def compile_ahead(device: torch.device) -> Iterator[None]:
-    """Skip this thread's launches of kernels that are not compiled yet, and compile those kernels at the end.
+def find_kernels(found: dict[Any, tuple[Any, str]]) -> Iterator[None]:
+    """Skip this thread's launches of kernels that are not compiled yet, and note them for `compile_kernels`.
 
-    Results computed inside are meaningless: a whole forward and backward pass inside serves to find its kernels. A
-    kernel that does not compile is left out here, and its launch raises the error later. Other threads launch as usual.
-    If another thread is inside such a context, this one does nothing.
+    Results computed inside are meaningless: a whole forward and backward pass inside serves to find its kernels. Other
+    threads launch as usual. If another thread is inside such a context, this one does nothing.
     """
     from triton import knobs
 
@@ -32,10 +31,9 @@ def compile_ahead(device: torch.device) -> Iterator[None]:
         yield
         return
     inside, before = threading.get_ident(), knobs.runtime.jit_cache_hook
-    found: dict[Any, tuple[Any, str]] = {}
 
     def leave_out(**launch: Any) -> bool | None:
-        """Return True to Triton, which calls this before it compiles: the context compiles this launch at its end."""
+        """Return True to Triton, which calls this before it compiles: this launch is compiled later."""
         if threading.get_ident() != inside:
             return None if before is None else before(**launch)
         kernel, compilation = launch["fn"].jit_function, launch["compile"]
@@ -44,17 +42,18 @@ def compile_ahead(device: torch.device) -> Iterator[None]:
 
     try:
         knobs.runtime.jit_cache_hook = leave_out
-        try:
-            with torch.autograd.set_multithreading_enabled(False):  # a backward pass runs in this thread as well
-                yield
-        finally:
-            knobs.runtime.jit_cache_hook = before
-        # Start the threads only now: earlier they would have slowed this thread down.
-        with ThreadPoolExecutor(_count_threads(), "longseq compilation") as pool:
-            for kernel, specialization in found.values():
-                pool.submit(_compile, kernel, specialization, device)
+        with torch.autograd.set_multithreading_enabled(False):  # a backward pass runs in this thread as well
+            yield
     finally:
+        knobs.runtime.jit_cache_hook = before
         _LOCK.release()
+
+
+def compile_kernels(found: dict[Any, tuple[Any, str]], device: torch.device) -> None:
+    """Compile kernels in several threads. A kernel that does not compile is left out: its launch raises the error."""
+    with ThreadPoolExecutor(_count_threads(), "longseq compilation") as pool:
+        for kernel, specialization in found.values():
+            pool.submit(_compile, kernel, specialization, device)
 
 
 def _compile(kernel: Any, specialization: str, device: torch.device) -> None:

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from longseq.kernels.accuracy import Bar
-from longseq.kernels.compile_ahead import compile_ahead
+from longseq.kernels.compile_ahead import compile_kernels, find_kernels
 from longseq.kernels.self_test_cases import TRIALS, Case, Trial
 
 SELF_TEST_VARIABLE = "LONGSEQ_SELF_TEST"
@@ -147,14 +147,15 @@ def _find_verdict(test: "_Test", key: tuple[object, ...]) -> str | None:
 def all_at_once(device: torch.device) -> Iterator[None]:
     """See `longseq.kernels.operation.prepare_kernels`. Inside, all kernels count as right."""
     tests: dict[tuple[object, ...], _Test] = {}
+    found: dict[Any, tuple[Any, str]] = {}
     _THREAD.postponed = tests
     try:
-        with compile_ahead(device):
+        with find_kernels(found):
             yield
     finally:
         _THREAD.postponed = None
     new = [test for test in tests.values() if not _is_known(test)]
-    _run_in_own_thread(lambda: _compile([check for test in new for check in _list_checks(test)], device))
+    _run_in_own_thread(lambda: _compile([check for test in new for check in _list_checks(test)], device, found))
     for key, test in tests.items():
         _find_verdict(test, key)
 
@@ -330,15 +331,17 @@ def _find_error(test: _Test) -> str | None:
     return next((error for check in checks if (error := _find_difference(check, test.device)) is not None), None)
 
 
-def _compile(checks: Iterable["_Check"], device: torch.device) -> None:
-    """Compile the kernels of checks side by side."""
+def _compile(checks: Iterable["_Check"], device: torch.device, found: dict[Any, tuple[Any, str]] | None = None) -> None:
+    """Compile the kernels of checks side by side, and those that are `found` already."""
     if device.type != "cuda":
         return  # elsewhere kernels are emulated
     torch.cuda.set_device(device)  # for this thread
-    with compile_ahead(device):
+    kernels = {} if found is None else found
+    with find_kernels(kernels):
         for check in checks:
             with suppress(Exception):  # an error is raised again when the check runs, and reported there
                 check.run("triton", device)
+    compile_kernels(kernels, device)
 
 
 class _Check(NamedTuple):

@@ -126,19 +126,22 @@ class Directions(nn.Module):
         if self.share == "none":
             return self._merge(
                 [
-                    mixer.project_out(_read(mixer, mixer.project_in(own), order, layout, packing, mask))
+                    mixer.project_out(_read(mixer, mixer.project_in(own), order, layout, mask, packing))
                     for mixer, own, order in zip(readers, self._inputs(x), self.orders, strict=True)
                 ]
             ), None
         projected = first.project_in(x)
         # Operations read half of a batch backward, but packed sequences in one direction.
-        if packing is None and first.reads_pairs and are_pairs(self.orders) and not self._must_read_separately():
+        in_pairs = packing is None and first.reads_pairs and are_pairs(self.orders) and self._is_plain()
+        is_watched = any(mixer.observed is not None for mixer in readers)  # one call has one report for both mixers
+        if in_pairs and not is_watched:
             readings = self._read_pairs(projected, layout, mask)
         elif packing is None and self.share == "all" and not (self.makes_values or self.reads_values):
             readings = self._read_stacked(projected, layout, mask)
         else:
+            read = _read_twice if in_pairs and is_watched else partial(_read, packing=packing)
             pairs = zip(readers, self._inputs(projected), self.orders, strict=True)
-            readings = [_read(mixer, own, order, layout, packing, mask) for mixer, own, order in pairs]
+            readings = [read(mixer, own, order, layout, mask=mask) for mixer, own, order in pairs]
         return first.project_out(self._merge(readings)), None
 
     def read_order(
@@ -177,12 +180,10 @@ class Directions(nn.Module):
         """Raise ValueError: later tokens change the output of a token."""
         raise ValueError(NO_STATE)
 
-    def _must_read_separately(self) -> bool:
-        """True if each mixer must be called by itself: a callback watches, or a part has hooks or was replaced."""
-        if any(mixer.observed is not None for mixer in self.readers):
-            return True  # one call reports for both mixers under the same names
+    def _is_plain(self) -> bool:
+        """False if a part has hooks or was replaced: each mixer must then be called by itself."""
         parts = list(self.mixers.modules())
-        return [type(part) for part in parts] != self._kinds or not all(map(is_plain, parts))
+        return [type(part) for part in parts] == self._kinds and all(map(is_plain, parts))
 
     def _read_pairs(self, projected: Tensor, layout: Layout | None, mask: Tensor | None) -> list[Tensor]:
         """Read each order and its reverse in one call; return one sum for each pair."""
@@ -304,7 +305,7 @@ def _unstack(stacked: Tensor, count: int) -> list[Tensor]:
 
 
 def _read(
-    mixer: AnyMixer, projected: Tensor, order: str, layout: Layout | None, packing: Packing | None, mask: Tensor | None
+    mixer: AnyMixer, projected: Tensor, order: str, layout: Layout | None, mask: Tensor | None, packing: Packing | None
 ) -> Tensor:
     """Scan projected tokens in `order`; the output comes back in row order."""
     along, reverse = REVERSED.get(order, order), order in REVERSED
@@ -312,6 +313,23 @@ def _read(
     projected = reorder(projected, along, layout)
     y, _ = _scan(mixer, projected, reverse=reverse, cu_seqlens=packing, mask=mask, output_final_state=False)
     return restore(y, along, layout)
+
+
+def _read_twice(mixer: AnyMixer, projected: Tensor, order: str, layout: Layout | None, mask: Tensor | None) -> Tensor:
+    """`_read` with the kernels that read the second half of a batch from the end: each row also stands there, turned.
+
+    A model that reads pairs has compiled these kernels, and not those that read a batch in one direction.
+    """
+    along, is_reversed = REVERSED.get(order, order), order in REVERSED
+
+    def twice(x: Tensor) -> Tensor:
+        x = reorder(x, along, layout)
+        return torch.cat((x.flip(1), x) if is_reversed else (x, x.flip(1)))
+
+    masks = None if mask is None else twice(mask)
+    y, _ = _scan(mixer, twice(projected), reverse="second_half", mask=masks, output_final_state=False)
+    y = y[: projected.shape[0]]
+    return restore(y.flip(1) if is_reversed else y, along, layout)
 
 
 def _scan(mixer: AnyMixer, projected: Tensor, state: Any = None, **options: Any) -> tuple[Tensor, Any]:

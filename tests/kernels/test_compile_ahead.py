@@ -13,7 +13,7 @@ PROCESS = """
 import threading
 import kernels_alone
 import torch, triton, triton.language as tl
-from longseq.kernels.compile_ahead import compile_ahead
+from longseq.kernels.compile_ahead import compile_kernels, find_kernels
 import absent_gpu
 
 launched = absent_gpu.launched
@@ -31,14 +31,15 @@ def wrong(x, COUNT: tl.constexpr):
     tl.static_assert(COUNT < 0)
 
 
-x, y = torch.ones(64), torch.zeros(64)
-with compile_ahead(x.device):
+x, y, found = torch.ones(64), torch.zeros(64), {}
+with find_kernels(found):
     for count in (32, 64, 64):
         double[(1,)](x, y, count)
     wrong[(1,)](x, 32)
     other = threading.Thread(target=lambda: double[(1,)](x, y, 16))
     other.start()
     other.join()
+compile_kernels(found, x.device)
 assert launched == ["double"], launched  # in the other thread only
 assert triton.knobs.runtime.jit_cache_hook is None
 for count in (16, 32, 64):
