@@ -3,8 +3,8 @@
 python benchmarks/compile.py [--ops delta_rule ...] [--capabilities 8.6 ...]
 
 The operations are called on tensors without values. They launch their kernels as usual, and Triton passes each launch
-on in place of compiling it. So this module has no list of kernels or arguments. The calls are those of the self-tests,
-at more widths, read forward.
+on in place of compiling it. So this module has no list of kernels or arguments. The calls are those of launch_cases.py,
+and of the self-tests of one-token forms, at several widths, read forward.
 
 Launches of one kernel with the same types, sizes and options differ in flags, such as a gate or packed sequences. Flags
 hardly change the shared memory of a kernel, so that one of these launches is compiled; at the widths of the self-tests,
@@ -39,6 +39,7 @@ from typing import Any, NamedTuple
 
 import absent_gpu
 import torch
+from launch_cases import list_cases
 from measure import one_line
 
 import longseq.kernels
@@ -223,9 +224,9 @@ def list_calls_at_widths(op: str) -> Iterator[tuple[str, bool, Callable[[], Any]
         sizes = " ".join(f"{name}={size}" for name, size in widths.items())
         for dtype in (torch.bfloat16, torch.float32):
             mixed = dtype != torch.float32 and bool(find_trial(op).mixed)
-            for packed, name, call in list_calls(op, dtype, widths, mixed=mixed):
-                if place == 0 or not packed:
-                    yield f"{str(dtype).removeprefix('torch.')} {sizes} {name}", place == 0, call
+            cases = [case for case in list_cases(op, widths, dtype) if place == 0 or not case.bounds]
+            for name, call in list_calls(op, dtype, widths, cases, mixed=mixed):
+                yield f"{str(dtype).removeprefix('torch.')} {sizes} {name}", place == 0, call
 
 
 def import_kernels() -> None:

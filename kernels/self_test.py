@@ -1,8 +1,9 @@
 """The self-test of Triton kernels: before their first use on a GPU they are compared with float64 on small cases.
 
 A wrong kernel would train a wrong model without an error, and which kernels are wrong depends on the GPU and on the
-compiler. The first call of an operation's kernels on a GPU therefore runs the cases of `TRIALS`, in the direction, kind
-and precision of the call, packed if the call is packed, at widths that represent the call's (see `_representative`).
+compiler. The first call of an operation's kernels on a GPU therefore runs the small cases of `TRIALS`, in the
+direction, kind and precision of the call, packed if the call is packed, at widths that represent the call's (see
+`_representative`). The GPU tests compare kernels at other sizes.
 Outputs, final states and all gradients are compared with the torch form in float64 on the CPU. In each head and chunk
 the error may be three times that of the torch form in the call's precision (see accuracy.py). The kernels of all cases
 are compiled first, side by side. Kernels that fail or do not compile are refused: a warning says so, and
@@ -111,7 +112,7 @@ def longseq_self_test_verdict(
             return None
         index = torch.cuda.current_device() if index is None else index
     device = torch.device(device_type) if index is None else torch.device(device_type, index)
-    packed = packed and not op.endswith("_step") and any(case.bounds for case in find_trial(op).cases)
+    packed = packed and not op.endswith("_step")
     sizes = dict(zip(find_trial(op).widths, widths, strict=True))
     test = _Test(op, dtype, device, reverse, mixed, packed, kind, sizes)
     key = (_count_ranks(), *test[:-1], *widths)  # another number of ranks has another verdict
@@ -363,10 +364,8 @@ def _list_checks(test: _Test) -> Iterator[_Check]:
     trial = find_trial(test.op)
     if not test.op.endswith("_step"):
         for case in trial.cases:
-            read = case.options.get("reverse", False), bool(case.bounds), case.kind
-            fitted = case.fit(test.widths, test.dtype) if read == (test.reverse, test.packed, test.kind) else None
-            if fitted is not None:
-                yield _check_of_case(test, fitted)
+            if case.kind == test.kind:
+                yield _check_of_case(test, _turn(case, test, trial.own_parameters))
         return
     for variant in dict.fromkeys([*(case.variant for case in trial.cases), *trial.steps]):
         # The precision of a step's call is that of its state; the token may have another one.
@@ -374,15 +373,25 @@ def _list_checks(test: _Test) -> Iterator[_Check]:
             yield _Check(f"{variant} in {dtype}", _make(test, Case(variant, 3), dtype), dtype, _take_steps)
 
 
+def _turn(case: Case, test: _Test, own_parameters: bool) -> Case:
+    """A case in the direction of the call, and packed if the call is packed."""
+    if test.reverse:
+        options = {**case.options, "reverse": test.reverse}
+        case = case._replace(options=options, own_parameters=own_parameters and test.reverse == "second_half")
+    return case.packed() if test.packed else case
+
+
 def list_calls(
-    op: str, dtype: torch.dtype, widths: Mapping[str, int], *, mixed: bool
-) -> Iterator[tuple[bool, str, Callable[[], Any]]]:
-    """The calls of self-tests that read forward, on tensors without values: whether packed, a name, and the call."""
-    cases = () if op.endswith("_step") else find_trial(op).cases
-    for packed, kind in dict.fromkeys((bool(case.bounds), case.kind) for case in cases) or ((False, ""),):
-        test = _Test(op, dtype, torch.device("meta"), False, mixed, packed, kind, dict(widths))
-        for check in _list_checks(test):
-            yield packed, check.name, partial(check.run, "triton", "meta")
+    op: str, dtype: torch.dtype, widths: Mapping[str, int], cases: Iterable[Case], *, mixed: bool
+) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Calls on tensors without values, by name: the cases of an operation, or the self-test of its one-token form."""
+    for case in cases:
+        test = _Test(op, dtype, torch.device("meta"), False, mixed, bool(case.bounds), case.kind, dict(widths))
+        check = _check_of_case(test, case)
+        yield check.name, partial(check.run, "triton", "meta")
+    if op.endswith("_step"):
+        for check in _list_checks(_Test(op, dtype, torch.device("meta"), False, mixed, False, "", dict(widths))):
+            yield check.name, partial(check.run, "triton", "meta")
 
 
 def _make(test: _Test, case: Case, dtype: torch.dtype) -> Any:
