@@ -98,6 +98,7 @@ class TokenBackbone(PretrainedModel, nn.Module):
         norm_order: pre norms the input of a mixer or an MLP, post its output (as in OLMo 2).
         positions: none (the recurrence itself depends on the order), or learned: a table of `max_length` vectors that
             is added to the embeddings.
+        embedding_norm: norm the embeddings before the first block, as RWKV does.
         tie_embeddings: the head scores a token by its embedding.
         dropout: of the embeddings.
         drop_path: probability of leaving out a branch of the last block, growing linearly from 0.
@@ -131,6 +132,7 @@ class TokenBackbone(PretrainedModel, nn.Module):
         norm_order: str = "pre",
         positions: str = "none",
         max_length: int | None = None,
+        embedding_norm: bool = False,
         tie_embeddings: bool = True,
         dropout: float = 0.0,
         drop_path: float = 0.0,
@@ -156,6 +158,7 @@ class TokenBackbone(PretrainedModel, nn.Module):
         self.positions = None if self.max_length is None else nn.Embedding(self.max_length, d_model)
         self.dropout = nn.Dropout(dropout)
         make_norm = partial(NORMS[norm], d_model, eps=norm_eps, backend=backend)
+        self.embedding_norm = make_norm() if embedding_norm else None
         switches = {"recompute": recompute == "mixer", "backend": backend}
         width = mlp_width(d_model, mlp_ratio, mlp)
         make_mlp = None if mlp is None else partial(MLPS[mlp], d_model, width, bias=mlp_bias, **switches)
@@ -210,7 +213,7 @@ class TokenBackbone(PretrainedModel, nn.Module):
         Sources: GPT-2 (Radford et al., 2019), section 2.3, for the residual: 2 depth where blocks have an MLP; Mamba
         (Gu and Dao, 2023), with depth where blocks have none.
         """
-        for part in (self.embedding, self.positions, *self.blocks, self.norm, self.head):
+        for part in (self.embedding, self.positions, self.embedding_norm, *self.blocks, self.norm, self.head):
             if part is not None:
                 with full_parameters(part):  # one after the other: together they may not fit on a device
                     self.init_part(part)
@@ -423,6 +426,8 @@ class TokenBackbone(PretrainedModel, nn.Module):
         if self.positions is not None:
             assert places is not None
             x = x + self.positions(places)
+        if self.embedding_norm is not None:
+            x = self.embedding_norm(x)
         x = self.dropout(x)
         return at_least_float32(x) if self.residual_in_float32 else x
 

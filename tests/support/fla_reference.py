@@ -151,9 +151,15 @@ class Fla:
             return (o + ((r * k * weight).sum(-1, keepdim=True) * v).flatten(-2)) * gate
 
         layers = load("fla.layers.rwkv7")
+
+        def shift(x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+            return load("fla.modules.token_shift").token_shift_ref(x), None
+
+        self.patch.setattr(load("fla.models.rwkv7.modeling_rwkv7"), "token_shift", shift)
         for name, function in {
             "chunk_rwkv7": run,
-            "token_shift": lambda x, *_, **__: (load("fla.modules.token_shift").token_shift_ref(x), None),
+            "fused_mul_recurrent_rwkv7": lambda kk, a, **others: run(a=-kk, b=kk * a, **others),
+            "token_shift": shift,
             "fused_addcmul_rwkv7": lambda x, delta, *amounts: [x + delta * amount for amount in amounts],
             "fused_k_rwkv7": lambda k, a, weight: k.addcmul(k * (a - 1), weight),
             "gate_output_correction": correct,
