@@ -88,13 +88,11 @@ class ChannelMixing(nn.Module):
     def _mix(self, x: Tensor, previous: Tensor) -> Tensor:
         assert self.receptance is not None
         for_key, for_receptance = (previous + (x - previous) * amount.to(x.dtype) for amount in self.mix.unbind())
-        return checkpoint_if(self.recompute, self._gate, self.fc1(for_key), self.receptance(for_receptance))
+        return checkpoint_if(self.recompute, self._activate, self.fc1(for_key), self.receptance(for_receptance))
 
-    def _gate(self, key: Tensor, receptance: Tensor) -> Tensor:
-        return receptance.sigmoid() * self._activate(key)
-
-    def _activate(self, key: Tensor) -> Tensor:
-        return self.fc2(key.relu().square())
+    def _activate(self, key: Tensor, receptance: Tensor | None = None) -> Tensor:
+        y = self.fc2(key.relu().square())
+        return y if receptance is None else receptance.sigmoid() * y
 
 
 class ChannelMixing7(ChannelMixing):

@@ -19,7 +19,8 @@ from longseq.tools.hugging_face.families.family import (
 )
 from longseq.tools.hugging_face.weights import Weight
 
-_RANKS = {"decay": "decay", "rate": "a", "value": "v", "gate": "gate"}  # by our name
+# Of fla's keys and weights, by our names.
+_RANKS = {"decay": "decay", "rate": "a", "value": "v", "gate": "gate"}
 _LOW_RANK = {"decay": "w", "rate": "a", "value": "v", "gate": "g"}
 
 
@@ -27,7 +28,7 @@ def _read(values: Values) -> dict[str, Any]:
     width, hidden = values["hidden_size"], values["intermediate_size"]
     if hidden is None:  # rounded up to a multiple of 32
         hidden = -(-int(width * (values["hidden_ratio"] or 4)) // 32) * 32
-    heads = width // values["head_dim"] if values["num_heads"] is None else values["num_heads"]
+    heads = width // values["head_dim"] if values["head_dim"] else values["num_heads"]
     options = {f"{ours}_rank": values[f"{theirs}_low_rank_dim"] for ours, theirs in _RANKS.items()}
     return {
         **common_arguments(values, eps="norm_eps"),
@@ -73,6 +74,7 @@ def _mixer_names(mixer: Any) -> Names:
     }
 
 
+# With fuse_norm, fla divides keys by √(‖k‖² + 1e-6), unlike RWKV-LM and ours: less than bfloat16 rounds.
 RWKV7 = Family(
     model_type="rwkv7",
     architecture="RWKV7ForCausalLM",
@@ -85,7 +87,7 @@ RWKV7 = Family(
     },
     defaults={
         "norm_eps": 1e-5, "tie_word_embeddings": False, "intermediate_size": None, "hidden_ratio": 4, "head_dim": 64,
-        "num_heads": None, "norm_first": True, "decay_low_rank_dim": 64, "a_low_rank_dim": 64, "v_low_rank_dim": 16,
+        "norm_first": True, "decay_low_rank_dim": 64, "a_low_rank_dim": 64, "v_low_rank_dim": 16,
         "gate_low_rank_dim": 128,
     },
     expected={"hidden_act": ("sqrelu",), "norm_bias": (True,), "attn": (None,)},
