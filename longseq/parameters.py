@@ -1,4 +1,4 @@
-"""The number of parameters of a module, and the parameters that are exempt from weight decay."""
+"""The number of parameters of a module, and those that are exempt from weight decay or learn at a rate of their own."""
 
 from __future__ import annotations
 
@@ -24,3 +24,12 @@ def no_weight_decay(module: nn.Module) -> set[str]:
             if getattr(part, name, None) is not None:
                 names.add(f"{prefix}.{name}" if prefix else name)
     return names
+
+
+def learning_rate_scales(module: nn.Module) -> dict[int, float]:
+    """By their `id`, the parameters that learn at a multiple of the others' rate, and the multiple.
+
+    Each part has them in its class attribute `learning_rate_scales`, by name.
+    """
+    scales = ((part, getattr(type(part), "learning_rate_scales", {})) for part in module.modules())
+    return {id(getattr(part, name)): scale for part, named in scales for name, scale in named.items()}

@@ -144,7 +144,9 @@ class ConvertMixer(Keys):
 class Convert(Command):
     """The keys of `longseq convert`."""
 
-    source: str = key(..., "a folder of another library or of longseq, or a checkpoint of `longseq train`")
+    source: str = key(
+        ..., "a folder of another library or of longseq, a checkpoint of `longseq train`, or a .pth of RWKV-LM"
+    )
     output: str = key(..., "a new folder")
     mixer: ConvertMixer = key(ConvertMixer(), "the new mixer in place of attention")
     format: str = key(

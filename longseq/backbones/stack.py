@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from longseq.arguments import copy_containers
+from longseq.blocks.channel_mixing import ChannelMixing7
 from longseq.blocks.residual import Block
 from longseq.mixers import Mixer, get, make_reading
 from longseq.mixers.pattern import Pattern, expand_pattern, options_by_name
@@ -64,6 +65,8 @@ def build_blocks(
                 module.recompute = recompute == "mixer"
                 module.place_in_model(names[:index].count(name), names.count(name))
         mlp, mlp_norm = (None, None) if make_mlp is None else (make_mlp(), make_norm())
+        if isinstance(mlp, ChannelMixing7):
+            mlp.place_in_model(index, depth)
         blocks.append(kind(reading, make_norm(), mlp=mlp, mlp_norm=mlp_norm, drop_path=rate))
     return blocks
 

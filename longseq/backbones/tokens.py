@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from longseq.backbones.generation import Continuation, Sampling, TokenSampler
 from longseq.backbones.stack import build_blocks, mixer_options_of
 from longseq.backbones.vocabulary_loss import SummedLoss, sum_scored, summed_loss, token_losses
-from longseq.blocks.channel_mixing import ChannelMixing
+from longseq.blocks.channel_mixing import ChannelMixing, ChannelMixing7
 from longseq.blocks.hooks import is_replaceable
 from longseq.blocks.initialisation import save_rng_state
 from longseq.blocks.mlp import SwiGLU
@@ -43,6 +43,7 @@ MLPS: dict[str, Callable[..., nn.Module]] = {
     "swiglu": SwiGLU,
     "gelu": lambda width, hidden, **options: Mlp(width, hidden),
     "rwkv": lambda width, hidden, bias, **options: ChannelMixing(width, hidden, **options),
+    "rwkv7": lambda width, hidden, bias, **options: ChannelMixing7(width, hidden, **options),
 }
 BLOCKS: dict[str, type[Block[Any]]] = {"pre": Block, "post": PostNormBlock}
 POSITIONS = ("none", "learned")
@@ -53,14 +54,15 @@ MODEL_TYPE = "longseq"
 
 
 def mlp_width(d_model: int, ratio: float | None = None, mlp: str | None = "swiglu") -> int:
-    """Width of an MLP: `ratio` times `d_model`, or the least multiple of 64 that is at least 8/3 of it (7/2 for rwkv).
+    """Width of an MLP: `ratio` times `d_model`, or 8/3 of it (7/2 for rwkv, 4 for rwkv7), up to a multiple of 64.
 
-    Gated MLPs then have as many parameters as an MLP of two matrices with ratio 4, and so does RWKV's, whose third
-    matrix is square. Matrix products of half precision need a multiple of 8 to be fast.
+    Gated MLPs then have as many parameters as an MLP of two matrices with ratio 4, such as rwkv7, and so does rwkv,
+    whose third matrix is square. Matrix products of half precision need a multiple of 8 to be fast.
     """
     if ratio is not None:
         return round(d_model * ratio)
-    return -(-7 * d_model // 128) * 64 if mlp == "rwkv" else -(-8 * d_model // 192) * 64
+    sixths = {"rwkv": 21, "rwkv7": 24}.get(mlp or "", 16)
+    return -(-sixths * d_model // 384) * 64
 
 
 @loadable
@@ -87,14 +89,16 @@ class TokenBackbone(PretrainedModel, nn.Module):
             attention, which sees all tokens in one pass for bidirectional. Each mixer of a hybrid alternates by itself.
         share_directions: what both readings of a bidirectional layer share: projections, all or none.
         merge: sum or mean of the two readings.
-        mlp: swiglu, gelu, rwkv (RWKV's channel mixing, which also reads the token before; only for
-            direction="forward"), or None for blocks without an MLP.
-        mlp_ratio: width of the MLP relative to `d_model`; None: 8/3 of it, of rwkv 7/2, rounded up to a multiple of 64.
-        mlp_bias: biases in swiglu; gelu always has them, rwkv never.
+        mlp: swiglu, gelu, rwkv and rwkv7 (the channel mixings of RWKV-4 and RWKV-7, which also read the token before;
+            only for direction="forward"), or None for blocks without an MLP.
+        mlp_ratio: width of the MLP relative to `d_model`; None: 8/3 of it, of rwkv 7/2, of rwkv7 4, rounded up to a
+            multiple of 64.
+        mlp_bias: biases in swiglu; gelu always has them, rwkv and rwkv7 never.
         norm, norm_eps: rms or layer, and the number added to the variance.
         norm_order: pre norms the input of a mixer or an MLP, post its output (as in OLMo 2).
         positions: none (the recurrence itself depends on the order), or learned: a table of `max_length` vectors that
             is added to the embeddings.
+        embedding_norm: norm the embeddings before the first block, as RWKV does.
         tie_embeddings: the head scores a token by its embedding.
         dropout: of the embeddings.
         drop_path: probability of leaving out a branch of the last block, growing linearly from 0.
@@ -128,6 +132,7 @@ class TokenBackbone(PretrainedModel, nn.Module):
         norm_order: str = "pre",
         positions: str = "none",
         max_length: int | None = None,
+        embedding_norm: bool = False,
         tie_embeddings: bool = True,
         dropout: float = 0.0,
         drop_path: float = 0.0,
@@ -140,8 +145,8 @@ class TokenBackbone(PretrainedModel, nn.Module):
         for name, value, known in (("direction", direction, DIRECTIONS), ("positions", positions, POSITIONS)):
             if value not in known:
                 raise ValueError(f"{name}={value!r} is not one of {', '.join(known)}")
-        if mlp == "rwkv" and direction != "forward":
-            raise ValueError(f"mlp='rwkv' reads the token before, which direction={direction!r} does not have")
+        if mlp in ("rwkv", "rwkv7") and direction != "forward":
+            raise ValueError(f"mlp={mlp!r} reads the token before, which direction={direction!r} does not have")
         self.mixer_name = spell_pattern(mixer)
         self.direction = direction
         self.vocab_size = vocab_size
@@ -153,6 +158,7 @@ class TokenBackbone(PretrainedModel, nn.Module):
         self.positions = None if self.max_length is None else nn.Embedding(self.max_length, d_model)
         self.dropout = nn.Dropout(dropout)
         make_norm = partial(NORMS[norm], d_model, eps=norm_eps, backend=backend)
+        self.embedding_norm = make_norm() if embedding_norm else None
         switches = {"recompute": recompute == "mixer", "backend": backend}
         width = mlp_width(d_model, mlp_ratio, mlp)
         make_mlp = None if mlp is None else partial(MLPS[mlp], d_model, width, bias=mlp_bias, **switches)
@@ -207,7 +213,7 @@ class TokenBackbone(PretrainedModel, nn.Module):
         Sources: GPT-2 (Radford et al., 2019), section 2.3, for the residual: 2 depth where blocks have an MLP; Mamba
         (Gu and Dao, 2023), with depth where blocks have none.
         """
-        for part in (self.embedding, self.positions, *self.blocks, self.norm, self.head):
+        for part in (self.embedding, self.positions, self.embedding_norm, *self.blocks, self.norm, self.head):
             if part is not None:
                 with full_parameters(part):  # one after the other: together they may not fit on a device
                     self.init_part(part)
@@ -420,6 +426,8 @@ class TokenBackbone(PretrainedModel, nn.Module):
         if self.positions is not None:
             assert places is not None
             x = x + self.positions(places)
+        if self.embedding_norm is not None:
+            x = self.embedding_norm(x)
         x = self.dropout(x)
         return at_least_float32(x) if self.residual_in_float32 else x
 

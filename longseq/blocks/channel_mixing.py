@@ -1,8 +1,8 @@
-"""The channel mixing of RWKV, the MLP of its blocks."""
+"""The channel mixing of RWKV-4 and RWKV-6, and of RWKV-7: the MLP of their blocks."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -35,24 +35,29 @@ class ChannelMixing(nn.Module):
     """
 
     no_weight_decay_names = ("mix",)
+    gated: ClassVar[bool] = True
 
     def __init__(self, width: int, hidden: int, *, recompute: bool = False, backend: str = "auto") -> None:
         super().__init__()
         self.recompute = recompute
         self.backend = backend
-        self.mix = nn.Parameter(torch.empty(2, width))  # of the key and of the receptance
+        self.mix = nn.Parameter(torch.empty(2 if self.gated else 1, width))  # of the key and of the receptance
         self.fc1 = nn.Linear(width, hidden, bias=False)
         self.fc2 = nn.Linear(hidden, width, bias=False)
-        self.receptance = nn.Linear(width, width, bias=False)
+        self.receptance = nn.Linear(width, width, bias=False) if self.gated else None
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw the matrices as torch does, and set μ."""
         for layer in (self.fc1, self.fc2, self.receptance):
-            layer.reset_parameters()
+            if layer is not None:
+                layer.reset_parameters()
         place = torch.arange(self.mix.shape[1], device=self.mix.device) / self.mix.shape[1]
-        self.mix.copy_(place.sqrt().expand_as(self.mix))
+        self.mix.copy_(self._initial_mix(place).expand_as(self.mix))
+
+    def _initial_mix(self, place: Tensor) -> Tensor:
+        return place.sqrt()
 
     def forward(
         self,
@@ -81,8 +86,37 @@ class ChannelMixing(nn.Module):
         return torch.zeros(batch, self.mix.shape[1], 1, device=device, dtype=wide)
 
     def _mix(self, x: Tensor, previous: Tensor) -> Tensor:
+        assert self.receptance is not None
         for_key, for_receptance = (previous + (x - previous) * amount.to(x.dtype) for amount in self.mix.unbind())
-        return checkpoint_if(self.recompute, self._gate, self.fc1(for_key), self.receptance(for_receptance))
+        return checkpoint_if(self.recompute, self._activate, self.fc1(for_key), self.receptance(for_receptance))
 
-    def _gate(self, key: Tensor, receptance: Tensor) -> Tensor:
-        return receptance.sigmoid() * self.fc2(key.relu().square())
+    def _activate(self, key: Tensor, receptance: Tensor | None = None) -> Tensor:
+        y = self.fc2(key.relu().square())
+        return y if receptance is None else receptance.sigmoid() * y
+
+
+class ChannelMixing7(ChannelMixing):
+    """The channel mixing of RWKV-7, which has no gate.
+
+        y = W_v ReLU(W_k x_k)²;   x_k = x_t + μ ⊙ (x_{t−1} − x_t)
+
+    μ, `[1, D]`, is here the share of the token before, with the published initial values for the place in the model (a
+    layer by itself has those of the middle); all else is as in `ChannelMixing`.
+
+    Source: RWKV-7 "Goose" with Expressive Dynamic State Evolution (Peng et al., 2025), section 4, and its published
+    code RWKV-LM.
+    """
+
+    gated = False
+    rest = 0.5
+
+    def place_in_model(self, layer: int, layers: int) -> None:
+        """Choose the initial values of block `layer` (0, 1, ...) among `layers`."""
+        self.rest = 1 - layer / layers
+
+    def _initial_mix(self, place: Tensor) -> Tensor:
+        return 1 - place**self.rest**4
+
+    def _mix(self, x: Tensor, previous: Tensor) -> Tensor:
+        for_key = x + (previous - x) * self.mix[0].to(x.dtype)
+        return checkpoint_if(self.recompute, self._activate, self.fc1(for_key))

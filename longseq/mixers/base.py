@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from typing import Any, ClassVar, Generic, TypeVar, get_args
 
@@ -44,6 +44,7 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
         operations: names of the `longseq.kernels` operations that `scan` calls.
         own_backends: further backends, besides "auto" and "torch", of a class without `operations`.
         no_weight_decay_names: parameters exempt from weight decay (see `longseq.parameters`).
+        learning_rate_scales: parameters that learn at a multiple of the others' rate, and the multiple.
         options_in_turn: options that also take a list, which a model hands out in turn over its layers of this mixer.
         supports_noncausal: the constructor takes `causal=False`, with which one pass sees all tokens.
         reads_backwards: `scan` takes `reverse`. True reads from the last token to the first; the given state is then
@@ -73,6 +74,7 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
     operations: ClassVar[tuple[str, ...]] = ()
     own_backends: ClassVar[tuple[str, ...]] = ()
     no_weight_decay_names: ClassVar[tuple[str, ...]] = ()
+    learning_rate_scales: ClassVar[Mapping[str, float]] = {}
     supports_noncausal: ClassVar[bool] = False
     reads_backwards: ClassVar[bool] = False
     reads_pairs: ClassVar[bool] = False

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -60,8 +61,8 @@ class RWKV7(Mixer[RWKV7State]):
 
     Two tokens are mixed before they are projected, with the consequences described for `RWKV4`. Initial values are
     those of the published code: W_o and the A_□ are zero, others depend on the layer's place in the model (a layer by
-    itself has those of the middle). As there, only W_r, W_k, W_v and W_o have weight decay. The published code trains
-    w0 at twice the learning rate, which our recipes do not.
+    itself has those of the middle). As there, only W_r, W_k, W_v and W_o have weight decay, and w0 learns at
+    twice the rate.
 
     Args:
         num_heads, head_dim: give at most one; by default heads of 64 channels (32, ... where 64 does not divide).
@@ -85,6 +86,7 @@ class RWKV7(Mixer[RWKV7State]):
         *(f"{term}_{part}" for term in ("decay", "rate", "value") for part in ("base", "down", "up")),
         *("gate_down", "gate_up"),
     )
+    learning_rate_scales: ClassVar[Mapping[str, float]] = {"decay_base": 2.0}
 
     def __init__(
         self,

@@ -32,14 +32,15 @@ class BodyKeys(Keys):
     direction: Literal["forward", "bidirectional", "alternating"] | None = key(
         None, "forward, bidirectional (each layer reads both ways), alternating (every second one backwards)"
     )
-    mlp: Literal["swiglu", "gelu", "rwkv", "none"] | None = key(None, "the MLP of a block")
-    mlp_ratio: Positive | None = key(None, "its width over the model's; null: 8/3, or 7/2 of rwkv")
+    mlp: Literal["swiglu", "gelu", "rwkv", "rwkv7", "none"] | None = key(None, "the MLP of a block")
+    mlp_ratio: Positive | None = key(None, "its width over the model's; null: 8/3, 7/2 of rwkv, 4 of rwkv7")
     mlp_bias: bool | None = key(None, "biases in the MLP")
     norm: Literal["rms", "layer"] | None = key(None, "the norm")
     norm_eps: Positive | None = key(None, "what is added to the variance")
     norm_order: Literal["pre", "post"] | None = key(None, "norm what a layer reads (pre) or what it adds (post)")
     positions: Literal["none", "learned"] | None = key(None, "embeddings of positions")
     max_length: Count | None = key(None, "the number of learned positions; null: the longest sequence")
+    embedding_norm: bool | None = key(None, "norm the embeddings, as RWKV does")
     dropout: Share | None = key(None, "of the embeddings")
     drop_path: Share | None = key(None, "stochastic depth")
     residual_in_float32: bool | None = key(None, "add the layers in float32")

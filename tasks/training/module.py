@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
 from longseq.models import CHECKPOINT_CONFIG, CHECKPOINT_RUN, check_continues, describe, kind_of, read, restore
+from longseq.parameters import learning_rate_scales
 from longseq.plugins import check_loaded
 from longseq.tasks.data.info import Info
 from longseq.tasks.data.module import TaskData
@@ -314,7 +315,8 @@ class TrainedModule(LightningModule):
         if (loss := self._loss_of_update()) is not None:
             self.log("train/loss", loss)
         # At the end of the batch, the schedule has set the next update's rate.
-        self._update_rate = max(group["lr"] for group in optimizer.param_groups)
+        # Parameters with a larger rate of their own do not count.
+        self._update_rate = max(g["lr"] / max(g.get("lr_scale", 1.0), 1.0) for g in optimizer.param_groups)
         if self._logs_update(self.global_step + 1):
             self._gradient_norm = gradient_norm(optimizer)
         if self.global_step + 1 == self.last_update:
@@ -375,6 +377,7 @@ class TrainedModule(LightningModule):
         scaled = getattr(self.trainer.precision_plugin, "scaler", None) is not None
         fused = self.device.type == "cuda" and not scaled and schedule.can_fuse(recipe.optimizer)
         optimizer = recipe.optimizer(self.backbone, lr=recipe.learning_rate, **({"fused": True} if fused else {}))
+        schedule.scale_rates(optimizer, learning_rate_scales(self.backbone))
         epoch = self._epoch()
         updates = schedule.count_updates(self.trainer, recipe, epoch)
         scheduler = schedule.build_schedule(recipe, optimizer, epoch, updates)

@@ -221,6 +221,19 @@ def can_fuse(optimizer: Any) -> bool:
     return takes and "fused" not in given and not given.get("foreach")
 
 
+def scale_rates(optimizer: Optimizer, scales: Mapping[int, float]) -> None:
+    """Move the parameters that `scales` has by `id` into groups with a multiple of the learning rate."""
+    if not scales:
+        return
+    groups = []
+    for group in optimizer.param_groups:
+        own = [scales.get(id(parameter), 1.0) for parameter in group["params"]]
+        for scale in dict.fromkeys(own):
+            chosen = [one for one, its in zip(group["params"], own, strict=True) if its == scale]
+            groups.append({**group, "params": chosen, "lr_scale": scale * group.get("lr_scale", 1.0)})
+    optimizer.param_groups[:] = groups
+
+
 def build_schedule(recipe: Training, optimizer: Optimizer, epoch: Epoch, total: int) -> Any:
     """The schedule of a recipe for a run of `total` updates, or None.
 

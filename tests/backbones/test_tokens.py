@@ -188,8 +188,8 @@ def test_packed_training_waits_for_nothing_and_is_one_graph(compiled: bool, dire
     assert (packed - alone).norm() <= 2e-2 * alone.norm()
 
 
-@pytest.mark.parametrize("option", [{}, {"mlp": "gelu"}, {"mlp": None}, {"norm": "layer"}, {"tie_embeddings": False},
-                                    {"positions": "learned", "max_length": 13}])  # fmt: skip
+@pytest.mark.parametrize("option", [{}, {"mlp": "gelu"}, {"mlp": None}, {"norm": "layer", "embedding_norm": True},
+                                    {"tie_embeddings": False}, {"positions": "learned", "max_length": 13}])  # fmt: skip
 def test_the_model_is_its_formula(option: dict[str, Any]) -> None:
     """The formula uses the parameters by name; of the layers, only the mixers are called."""
     model, tokens = make(depth=2, **option), make_tokens(2)
@@ -204,6 +204,7 @@ def test_the_model_is_its_formula(option: dict[str, Any]) -> None:
         return y + p[f"{name}.bias"] if "norm" in option else y
 
     x = p["embedding.weight"][tokens] + p.get("positions.weight", torch.zeros(()))
+    x = norm("embedding_norm", x) if "embedding_norm" in option else x
     for i, block in enumerate(model.blocks):
         x = x + block.mixer(norm(f"blocks.{i}.norm1", x))[0]
         if option.get("mlp", "swiglu") is None:

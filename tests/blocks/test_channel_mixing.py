@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from longseq.backbones.tokens import TokenBackbone
-from longseq.blocks.channel_mixing import ChannelMixing
+from longseq.blocks.channel_mixing import ChannelMixing, ChannelMixing7
 from longseq.blocks.residual import ChannelMixingState
 from longseq.state import state_tensors
 
@@ -18,7 +18,8 @@ WIDTH, TOKENS, VOCABULARY = 8, 13, 17
 
 def make_model(mixer: str = "rwkv4", **options: Any) -> TokenBackbone:
     torch.manual_seed(0)
-    model = TokenBackbone(vocab_size=VOCABULARY, d_model=WIDTH, mixer=mixer, mlp="rwkv", **options).double().eval()
+    mlp = "rwkv7" if "rwkv7" in mixer else "rwkv"
+    model = TokenBackbone(vocab_size=VOCABULARY, d_model=WIDTH, mixer=mixer, mlp=mlp, **options).double().eval()
     with torch.no_grad():
         for block in model.blocks:
             nn.init.uniform_(block.mlp.mix)
@@ -33,18 +34,24 @@ def naive(mixing: ChannelMixing, x: Tensor, previous: Tensor) -> tuple[Tensor, T
     """One token after the other; also the last token."""
     outputs = []
     for token in x.unbind(1):
-        key, receptance = (amount * token + (1 - amount) * previous for amount in mixing.mix)
-        hidden = (key @ mixing.fc1.weight.T).clamp_min(0) ** 2
-        outputs.append(hidden @ mixing.fc2.weight.T / (1 + (-(receptance @ mixing.receptance.weight.T)).exp()))
+        if mixing.receptance is None:  # RWKV-7
+            key, gate = (1 - mixing.mix[0]) * token + mixing.mix[0] * previous, torch.ones(())
+        else:
+            key, receptance = (amount * token + (1 - amount) * previous for amount in mixing.mix)
+            gate = 1 / (1 + (-(receptance @ mixing.receptance.weight.T)).exp())
+        outputs.append((key @ mixing.fc1.weight.T).clamp_min(0) ** 2 @ mixing.fc2.weight.T * gate)
         previous = token
     return torch.stack(outputs, 1), previous
 
 
 @pytest.mark.parametrize("carried", [False, True])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_it_is_the_published_layer_with_all_gradients(carried: bool, recompute: bool) -> None:
+@pytest.mark.parametrize("kind", [ChannelMixing, ChannelMixing7])
+def test_it_is_the_published_layer_with_all_gradients(
+    kind: type[ChannelMixing], carried: bool, recompute: bool
+) -> None:
     torch.manual_seed(0)
-    mixing = ChannelMixing(WIDTH, 24, recompute=recompute).double()
+    mixing = kind(WIDTH, 24, recompute=recompute).double()
     nn.init.uniform_(mixing.mix)
     x = torch.randn(2, TOKENS, WIDTH, dtype=torch.float64, requires_grad=True)
     start = torch.randn(2, WIDTH, 1, dtype=torch.float64, requires_grad=True) if carried else None
@@ -59,7 +66,7 @@ def test_it_is_the_published_layer_with_all_gradients(carried: bool, recompute: 
 
 
 @pytest.mark.parametrize("norm_order", ["pre", "post"])
-@pytest.mark.parametrize("mixer", ["rwkv4", "rwkv6+attention"])
+@pytest.mark.parametrize("mixer", ["rwkv4", "rwkv6+attention", "rwkv7"])
 def test_steps_and_parts_are_the_whole(mixer: str, norm_order: str) -> None:
     model, tokens = make_model(mixer, norm_order=norm_order), make_tokens()
     expected, final = model(tokens)
@@ -80,8 +87,9 @@ def test_steps_and_parts_are_the_whole(mixer: str, norm_order: str) -> None:
     torch.testing.assert_close(from_initial, expected)
 
 
-def test_packed_and_padded_documents_are_single_ones() -> None:
-    model, tokens = make_model(), make_tokens()
+@pytest.mark.parametrize("mixer", ["rwkv4", "rwkv7"])
+def test_packed_and_padded_documents_are_single_ones(mixer: str) -> None:
+    model, tokens = make_model(mixer), make_tokens()
     one, other = tokens[:1, :5], tokens[1:]
     borders = torch.tensor([0, 5, 5 + TOKENS])
     expected, states = zip(*(model(document) for document in (one, other)), strict=True)
@@ -103,3 +111,11 @@ def test_packed_and_padded_documents_are_single_ones() -> None:
     torch.testing.assert_close(changed[:, 5:], expected[1])
     (alone,), (packed,) = (torch.autograd.grad(part.square().sum(), embedded) for part in (expected[1], changed[:, 5:]))
     torch.testing.assert_close(packed, alone)
+
+
+def test_rwkv7_starts_with_the_published_shares_of_the_token_before() -> None:
+    model = TokenBackbone(vocab_size=VOCABULARY, d_model=4, depth=2, mixer="rwkv7", mlp="rwkv7")
+    places = torch.tensor([0, 0.25, 0.5, 0.75])
+    for block, exponent in zip(model.blocks, (1, 0.5**4), strict=True):
+        torch.testing.assert_close(block.mlp.mix, 1 - places[None] ** exponent)
+        assert block.mlp.fc1.out_features == 64, "4 D, up to a multiple of 64"

@@ -372,6 +372,22 @@ def fla_delta_product(monkeypatch: pytest.MonkeyPatch) -> Oracle:
 
 
 @oracle
+def fla_mamba3(monkeypatch: pytest.MonkeyPatch) -> Oracle:
+    fla = Fla(monkeypatch)
+    fla.recur_mamba3()
+    peer = fla.layer(D_MODEL, "mamba3", "Mamba3", head_dim=16, state_size=12, n_groups=2)
+
+    def convert(p: Weights) -> Weights:
+        return {name: value.squeeze(1) if name in ("B_bias", "C_bias") else value for name, value in p.items()}
+
+    def run(peer: Any, x: Tensor) -> Tensor:
+        return peer.cuda_kernels_forward(x)[0]  # `forward` only adds a check for a GPU, caches and padding
+
+    ours = mixers.create("mamba3", D_MODEL, head_dim=16, state_size=12, n_groups=2, rate="softplus")
+    return Oracle(ours, peer, convert, run, dtype=torch.float64, tolerance=1e-12)
+
+
+@oracle
 def fla_gla(monkeypatch: pytest.MonkeyPatch) -> Oracle:
     fla = Fla(monkeypatch)
     fla.recur_gla("gla")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -151,14 +152,35 @@ class Fla:
             return (o + ((r * k * weight).sum(-1, keepdim=True) * v).flatten(-2)) * gate
 
         layers = load("fla.layers.rwkv7")
+
+        def shift(x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+            return load("fla.modules.token_shift").token_shift_ref(x), None
+
+        self.patch.setattr(load("fla.models.rwkv7.modeling_rwkv7"), "token_shift", shift)
         for name, function in {
             "chunk_rwkv7": run,
-            "token_shift": lambda x, *_, **__: (load("fla.modules.token_shift").token_shift_ref(x), None),
+            "fused_mul_recurrent_rwkv7": lambda kk, a, **others: run(a=-kk, b=kk * a, **others),
+            "token_shift": shift,
             "fused_addcmul_rwkv7": lambda x, delta, *amounts: [x + delta * amount for amount in amounts],
             "fused_k_rwkv7": lambda k, a, weight: k.addcmul(k * (a - 1), weight),
             "gate_output_correction": correct,
         }.items():
             self.patch.setattr(layers, name, function)
+
+    def recur_mamba3(self) -> None:
+        """Mamba-3 with a recurrence for the kernel of mamba_ssm; float64 stands for float32 in the layer."""
+
+        class Wide:
+            float32 = torch.float64
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(torch, name)
+
+        layers, norms = load("fla.layers.mamba3"), load("fla.modules.norm.layernorm")
+        self.patch.setattr(layers, "torch", Wide())
+        self.patch.setattr(layers, "mamba3_siso_combined", _mamba3)
+        norm = load("fla.modules.layernorm_gated").RMSNormGated
+        self.patch.setattr(norm, "forward", lambda m, x: norms.rms_norm_ref(x, m.weight, m.bias, eps=m.eps))
 
     def recur_gla(self, module: str) -> None:
         reference = load("fla.ops.gla.naive").naive_recurrent_gla
@@ -176,6 +198,35 @@ class Fla:
 def _convolve(m: Any, x: Tensor, **options: Any) -> tuple[Tensor, None]:
     y = functional.conv1d(functional.pad(x.mT, (m.weight.shape[-1] - 1, 0)), m.weight, m.bias, groups=len(m.weight)).mT
     return (functional.silu(y) if m.activation else y), None
+
+
+def _mamba3(
+    Q: Tensor, K: Tensor, V: Tensor, ADT: Tensor, DT: Tensor, Trap: Tensor, Q_bias: Tensor, K_bias: Tensor,
+    Angles: Tensor, D: Tensor, Z: Tensor, **_: Any,
+) -> Tensor:  # fmt: skip
+    """Mamba-3 with one input and one output, token by token: the arguments and the output of mamba_ssm's kernel.
+
+    Q, K `[B, T, G, N]`, V, Z `[B, T, H, P]`; ADT, DT, Trap `[B, H, T]`; biases `[H, N]`; Angles `[B, T, H, S]`.
+    """
+    turns = (math.pi * Angles.tanh() * DT.mT.unsqueeze(-1)).cumsum(1)
+    cos, sin, turned = turns.cos(), turns.sin(), 2 * turns.shape[-1]
+
+    def turn(x: Tensor, bias: Tensor) -> Tensor:
+        x = x.repeat_interleave(V.shape[2] // x.shape[2], 2) + bias
+        even, odd = x[..., 0:turned:2], x[..., 1:turned:2]
+        pairs = torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
+        return torch.cat((pairs, x[..., turned:]), -1)
+
+    q, k = turn(Q, Q_bias), turn(K, K_bias)
+    memory = before = torch.zeros_like(V[:, 0, :, :, None] * k[:, 0, :, None])
+    outputs = []
+    for t in range(V.shape[1]):
+        decay, size, share = (x[:, :, t, None, None] for x in (ADT.exp(), DT, Trap.sigmoid()))
+        write = V[:, t, :, :, None] * k[:, t, :, None]
+        memory = decay * (memory + (1 - share) * size * before) + share * size * write
+        before = write
+        outputs.append((memory @ q[:, t, :, :, None]).squeeze(-1) + D[:, None] * V[:, t])
+    return torch.stack(outputs, 1) * functional.silu(Z)
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from functools import partial
@@ -152,6 +153,11 @@ FLA: dict[str, tuple[str, str, dict[str, Any]]] = {
     "comba": ("comba", "Comba", {"num_heads": 2, "head_dim": 12}),
     "kda": ("kda", "KDA", {"num_heads": 2, "head_dim": 16}),
     "kda of more values": ("kda", "KDA", {"num_heads": 2, "num_v_heads": 4, "head_dim": 16, "expand_v": 0.5}),
+    "rwkv7": ("rwkv7", "RWKV7", {"head_dim": 16, "fuse_norm": False}),
+    "rwkv7 without its first norm": (
+        "rwkv7", "RWKV7",
+        {"head_dim": 8, "fuse_norm": False, "norm_first": False, "norm_eps": 1e-3, "v_low_rank_dim": 3},
+    ),
     "gla": ("gla", "GLA", {"num_heads": 2, "tie_word_embeddings": True}),
     "gla grouped": (
         "gla", "GLA", {"num_heads": 4, "num_kv_heads": 2, "feature_map": "relu", "use_output_gate": False}
@@ -173,6 +179,7 @@ def test_a_model_of_fla_becomes_ours_and_goes_back(name: str, tmp_path: Path, mo
         "gated_deltaproduct": fla.recur_delta_product,
         "comba": fla.recur_comba,
         "kda": fla.recur_kda,
+        "rwkv7": fla.recur_rwkv7,
         "gla": partial(fla.recur_gla, "gla"),
         "gsa": fla.recur_gsa,
     }[module]()
@@ -198,12 +205,103 @@ def test_a_model_of_fla_becomes_ours_and_goes_back(name: str, tmp_path: Path, mo
         assert torch.equal(again(TOKENS, use_cache=False).logits, expected)
 
 
+def rwkv_lm(depth: int, width: int, head: int, ranks: dict[str, int], hidden: int) -> dict[str, Tensor]:
+    """Random weights of RWKV-7 with the names and shapes of RWKV-LM."""
+    shapes: dict[str, tuple[int, ...]] = {"emb.weight": (50, width), "head.weight": (50, width)}
+    norms = [
+        "blocks.0.ln0",
+        "ln_out",
+        *(f"blocks.{i}.{name}" for i in range(depth) for name in ("ln1", "ln2", "att.ln_x")),
+    ]
+    shapes |= {f"{norm}.{kind}": (width,) for norm in norms for kind in ("weight", "bias")}
+    for i in range(depth):
+        att = f"blocks.{i}.att."
+        vectors = [*(f"x_{part}" for part in "rwkvag"), "w0", "a0", "v0", "k_k", "k_a"]
+        shapes |= {att + name: (1, 1, width) for name in vectors}
+        shapes |= {f"{att}{part}1": (width, rank) for part, rank in ranks.items()}
+        shapes |= {f"{att}{part}2": (rank, width) for part, rank in ranks.items()}
+        shapes |= {f"{att}{name}.weight": (width, width) for name in ("receptance", "key", "value", "output")}
+        shapes |= {f"{att}r_k": (width // head, head), f"blocks.{i}.ffn.x_k": (1, 1, width)}
+        shapes |= {f"blocks.{i}.ffn.key.weight": (hidden, width), f"blocks.{i}.ffn.value.weight": (width, hidden)}
+    draw = torch.Generator().manual_seed(0)
+    return {name: 0.5 * torch.randn(shape, generator=draw, dtype=torch.float64) for name, shape in shapes.items()}
+
+
+def read_as_rwkv_lm(weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
+    """The logits `[T, vocabulary]` of RWKV-7 for `tokens [T]`, by its formulas, one token after the other."""
+    p = {name: weight.squeeze() for name, weight in weights.items()}
+    depth = 1 + max(int(name.split(".")[1]) for name in p if name.startswith("blocks."))
+    heads, size = weights["blocks.0.att.r_k"].shape
+    width = heads * size
+
+    def norm(name: str, x: Tensor, groups: int = 1, eps: float = 1e-5) -> Tensor:
+        rows = x.view(groups, -1)
+        rows = (rows - rows.mean(1, keepdim=True)) / (rows.var(1, keepdim=True, correction=0) + eps).sqrt()
+        return rows.flatten() * p[f"{name}.weight"] + p[f"{name}.bias"]
+
+    last = {(i, part): torch.zeros(width, dtype=torch.float64) for i in range(depth) for part in ("att", "ffn")}
+    memory = torch.zeros(depth, heads, size, size, dtype=torch.float64)  # [value, key], as published
+    logits = []
+    for token in tokens:
+        x = norm("blocks.0.ln0", p["emb.weight"][token])
+        for i in range(depth):
+            block = f"blocks.{i}."
+            w = {
+                name.removeprefix(f"{block}att."): weight
+                for name, weight in p.items()
+                if name.startswith(f"{block}att")
+            }
+            y = norm(f"{block}ln1", x)
+            mixed = {part: y + w[f"x_{part}"] * (last[i, "att"] - y) for part in "rwkvag"}
+            last[i, "att"] = y
+            r, k, v = (w[f"{name}.weight"] @ mixed[name[0]] for name in ("receptance", "key", "value"))
+            decay = (-math.exp(-0.5) * (w["w0"] + (mixed["w"] @ w["w1"]).tanh() @ w["w2"]).sigmoid()).exp()
+            rate = (w["a0"] + mixed["a"] @ w["a1"] @ w["a2"]).sigmoid()
+            gate = (mixed["g"] @ w["g1"]).sigmoid() @ w["g2"]
+            if i == 0:
+                values = v
+            else:
+                v = v + (values - v) * (w["v0"] + mixed["v"] @ w["v1"] @ w["v2"]).sigmoid()
+            unit = (k * w["k_k"]).view(heads, size)
+            unit = unit / unit.norm(dim=1, keepdim=True)
+            r, k, v, decay, rate = (
+                part.view(heads, size) for part in (r, k * (1 + (rate - 1) * w["k_a"]), v, decay, rate)
+            )
+            erased = torch.einsum("hvk,hk,hj->hvj", memory[i], unit, unit * rate)
+            memory[i] = memory[i] * decay[:, None] - erased + torch.einsum("hv,hk->hvk", v, k)
+            o = norm(f"{block}att.ln_x", torch.einsum("hvk,hk->hv", memory[i], r).flatten(), heads, 64e-5)
+            o = o + ((r * k * w["r_k"]).sum(1, keepdim=True) * v).flatten()
+            x = x + w["output.weight"] @ (o * gate)
+            y = norm(f"{block}ln2", x)
+            key = y + p[f"{block}ffn.x_k"] * (last[i, "ffn"] - y)
+            last[i, "ffn"] = y
+            x = x + p[f"{block}ffn.value.weight"] @ (p[f"{block}ffn.key.weight"] @ key).clamp(min=0) ** 2
+        logits.append(p["head.weight"] @ norm("ln_out", x))
+    return torch.stack(logits)
+
+
+@pytest.mark.parametrize(("depth", "head"), [(3, 8), (1, 16)])
+def test_a_file_of_rwkv_lm_becomes_ours(depth: int, head: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = rwkv_lm(depth, 16, head, {"w": 3, "a": 4, "v": 5, "g": 6}, 40)
+    torch.save(weights, tmp_path / "rwkv.pth")
+    assert convert(monkeypatch, source=tmp_path / "rwkv.pth", output=tmp_path / "ours") == 0
+    model = longseq.from_pretrained(tmp_path / "ours", dtype=torch.float64)
+    with torch.no_grad():
+        actual, state = model(TOKENS)
+        expected = torch.stack([read_as_rwkv_lm(weights, row) for row in TOKENS])
+        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+        step, _ = model.step(TOKENS[:, 0], state)
+    longer = torch.cat((TOKENS[0], TOKENS[0, :1]))
+    torch.testing.assert_close(step[0], read_as_rwkv_lm(weights, longer)[-1], rtol=1e-10, atol=1e-10)
+
+
 OWN: dict[str, tuple[str, dict[str, Any]]] = {
     "delta_net": ("deltanet", {"num_heads": 2, "feature_map": "relu"}),
     "gated_deltanet": ("gated_deltanet", {"num_heads": 2, "num_value_heads": 4, "expand_k": 1.25, "dt_max": 0.2}),
     "gated_deltaproduct": ("delta_product", {"num_heads": 2, "steps": 3, "convolution_width": 0}),
     "comba": ("comba", {"num_heads": 2, "correction": 0.02}),
     "kda": ("kda", {"num_heads": 2, "gate_bound": -5.0, "negative_eigenvalues": True}),
+    "rwkv7": ("rwkv7", {"num_heads": 2, "norm_eps": 8e-5}),
     "gla": ("gla", {"num_heads": 4, "num_kv_heads": 2}),
     "gsa": ("gsa", {"num_heads": 4, "num_kv_heads": 2, "num_slots": 5}),
     "mamba": ("mamba", {"state_size": 3}),
@@ -218,9 +316,11 @@ def test_a_model_of_ours_becomes_another_library_s(
 ) -> None:
     mixer, options = OWN[family]
     torch.manual_seed(0)
-    mlp = (
-        {"mlp": None, "mlp_ratio": 3.0} if family.startswith("mamba") else {"mlp_ratio": 1.25, "tie_embeddings": False}
-    )
+    mlp: dict[str, Any] = {"mlp_ratio": 1.25, "tie_embeddings": False}
+    if family.startswith("mamba"):
+        mlp = {"mlp": None, "mlp_ratio": 3.0}
+    if family == "rwkv7":
+        mlp |= {"mlp": "rwkv7", "norm": "layer"}
     model = TokenBackbone(vocab_size=50, d_model=16, mixer=mixer, mixer_options=options, dropout=0.1, **mlp).eval()
     model.save_pretrained(tmp_path / "ours")
     assert convert(monkeypatch, source=tmp_path / "ours", output=tmp_path / "theirs", format=family) == 0

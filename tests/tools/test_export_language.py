@@ -39,7 +39,8 @@ def build(mixer: str = "deltanet", *, seed: int = 0, **options: Any) -> TokenBac
     torch.manual_seed(seed)
     names = mixer.split("+")
     window = {"window": 5} if names == ["window_attention"] else {"window_attention": {"window": 5}}
-    choice = {"mixer_options": window} if "window_attention" in names else {}
+    choice: dict[str, Any] = {"mixer_options": window} if "window_attention" in names else {}
+    choice |= {"mlp": "rwkv7"} if "rwkv7" in names else {}
     sizes = {"vocab_size": 11, "d_model": 16, "depth": len(names), "tie_embeddings": False}
     model = TokenBackbone(mixer=mixer, **{**sizes, **choice, **options})
     for module in model.modules():

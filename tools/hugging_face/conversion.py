@@ -20,6 +20,7 @@ from longseq.model_card import model_card
 from longseq.tokenizer_files import GENERATION_FILE, SOURCE_CONFIG, TOKENIZER_FILE, read_folder, tokenizer_files
 from longseq.tools.hugging_face.families import FAMILIES
 from longseq.tools.hugging_face.families.family import Family, Values, choose_layers, layers_of
+from longseq.tools.hugging_face.families.rwkv import RWKV7, read_rwkv
 from longseq.tools.hugging_face.weights import Weight, read_weights, write_weights
 
 # Keys of a source's config.json, which is kept as SOURCE_CONFIG, that are not written back: they tell what is computed,
@@ -65,11 +66,16 @@ class TokenModel:
 
 
 def read_model(source: Path) -> TokenModel:
-    """A token model from a folder of longseq, a checkpoint of `longseq train`, or a folder of another library.
+    """A token model from a folder of longseq, a checkpoint of `longseq train`, a folder of another library, or a `.pth`
+    file of RWKV-LM.
 
     Raises:
         ValueError: our models cannot compute what the source does, or its weights do not fit.
     """
+    if source.suffix == ".pth":
+        arguments, found = read_rwkv(source)
+        model = TokenModel(arguments, {})
+        return replace(model, weights=_join(RWKV7, model.backbone(), found))
     if source.is_file():
         saved = models.read(source)
         weights = {name: Weight.of(tensor) for name, tensor in saved.state.items()}
@@ -274,19 +280,26 @@ def _spell(family: Family, backbone: TokenBackbone) -> dict[str, dict[str, int]]
 def _their_shape(name: str, rows: int, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of `rows` rows of a weight of ours; torch's convolutions over channels have one input each."""
     rest = shape[1:]
+    if name[:-1].endswith(".x_"):  # RWKV's shares of the token before
+        return (1, 1, *rest) if ".attn." in name else rest
     return (rows, 1, *rest) if name.endswith("conv1d.weight") else (rows, *rest)
+
+
+def _turned(family: Family, weights: Mapping[str, Weight]) -> dict[str, Weight]:
+    return {name: weight.mT if name.endswith(family.transposed) else weight for name, weight in weights.items()}
 
 
 def _join(family: Family, backbone: TokenBackbone, theirs: Mapping[str, Weight]) -> dict[str, Weight]:
     """Our weights from a family's."""
     found: dict[str, Weight] = {}
+    theirs = _turned(family, theirs)
     read: set[str] = set()
     wanted = backbone.state_dict()
     for name, parts in _spell(family, backbone).items():
         shape = tuple(wanted[name].shape)
         for part, rows in parts.items():
             expected = _their_shape(part, rows, shape)
-            if theirs[part].shape != expected:
+            if _bare(theirs[part].shape) != _bare(expected):
                 raise ValueError(f"{part} has the shape {list(theirs[part].shape)}, not {list(expected)}")
         weights = [theirs[part] for part in parts]
         found[name] = Weight(shape, weights[0].dtype, _joined(weights, shape))
@@ -299,6 +312,10 @@ def _join(family: Family, backbone: TokenBackbone, theirs: Mapping[str, Weight])
             continue
         raise ValueError(f"the model has no place for the weight {name}")
     return found
+
+
+def _bare(shape: tuple[int, ...]) -> list[int]:
+    return [size for size in shape if size != 1]
 
 
 def _joined(weights: list[Weight], shape: tuple[int, ...]) -> Callable[[], Tensor]:
@@ -315,7 +332,7 @@ def _split(family: Family, model: TokenModel) -> dict[str, Weight]:
             found[part] = Weight(shape, weight.dtype, _rows(weight, start, rows, shape))
             start += rows
         assert start == weight.shape[0], name
-    return found
+    return _turned(family, found)
 
 
 def _rows(weight: Weight, start: int, rows: int, shape: tuple[int, ...]) -> Callable[[], Tensor]:

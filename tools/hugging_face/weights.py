@@ -29,6 +29,11 @@ class Weight:
         """A tensor in memory, or in a mapped file."""
         return Weight(tuple(tensor.shape), tensor.dtype, lambda: tensor)
 
+    @property
+    def mT(self) -> Weight:
+        """The transposed matrix."""
+        return Weight(self.shape[::-1], self.dtype, lambda: self.read().mT)
+
 
 def read_weights(folder: Path) -> dict[str, Weight]:
     """The weights of a folder by name, from the shards in its index or from its only file.

@@ -16,8 +16,10 @@ from timm.scheduler import create_scheduler_v2
 from torch import nn
 from torch.optim import lr_scheduler
 
+from longseq.backbones.tokens import TokenBackbone
 from longseq.tasks.training.module import TrainedModule
-from longseq.tasks.training.recipe import Training
+from longseq.tasks.training.muon import create_muon
+from longseq.tasks.training.recipe import ADAMW, Training
 from longseq.tasks.training.schedule import Epoch, RunLength
 
 EPOCH, EPOCHS = 5, 4
@@ -280,3 +282,28 @@ def test_a_run_that_ended_in_its_last_validation_trains_no_more(streams, every, 
         train(counted(validate_every_updates=every), save, **data)
     trainer, kept = train(counted(validate_every_updates=every), save, ckpt_path=save.file, **data)
     assert (trainer.global_step, kept.rates) == (12, [])
+
+
+MATRICES = (*(f"mixer.{name}" for name in ("receptance", "key", "value", "out_proj")), "mlp.fc1", "mlp.fc2")
+
+
+@pytest.mark.parametrize("layer_decay", [None, 0.5])
+@pytest.mark.parametrize("optimizer", [ADAMW, create_muon], ids=["adamw", "muon"])
+def test_the_base_of_rwkv7_s_decay_learns_at_twice_the_rate(optimizer, layer_decay):
+    model = TokenBackbone(vocab_size=5, d_model=8, depth=2, mixer="rwkv7", mlp="rwkv7")
+    chosen = partial(optimizer, weight_decay=0.1, layer_decay=layer_decay)
+    module = Plain(Training(learning_rate=1.0, optimizer=chosen))
+    module.backbone, module._known_epoch = model, Epoch(EPOCH)
+    module.trainer = Trainer(accelerator="cpu", max_epochs=EPOCHS, **SILENT)
+    configured = module.configure_optimizers()
+    configured["lr_scheduler"]["scheduler"].step_update(LAST // 2)
+    groups = configured["optimizer"].param_groups
+    rates, decays = ({id(p): group[key] for group in groups for p in group["params"]} for key in ("lr", "weight_decay"))
+    assert len(rates) == sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
+    for index, block in enumerate(model.blocks):
+        expected = 0.5 if layer_decay is None else 0.5 * 0.5 ** (1 - index)
+        found = {name: rates[id(parameter)] for name, parameter in block.named_parameters()}
+        assert found.pop("mixer.decay_base") == pytest.approx(2 * expected)
+        assert found == pytest.approx(dict.fromkeys(found, expected))
+    matrices = {"embedding.weight", *(f"blocks.{index}.{name}.weight" for index in range(2) for name in MATRICES)}
+    assert {name for name, parameter in model.named_parameters() if decays[id(parameter)]} == matrices

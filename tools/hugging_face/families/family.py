@@ -40,6 +40,7 @@ class Family:
         block_names: the names of the other modules in a block.
         defaults: keys that config.json may leave out.
         expected: required values of keys; with others, our model would compute something else.
+        transposed: how the names of matrices end that ours has transposed.
         layer: how the names of layer {i} begin.
         ends: the names outside of the layers.
     """
@@ -53,6 +54,7 @@ class Family:
     block_names: Names
     defaults: Values = field(default_factory=dict)
     expected: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    transposed: tuple[str, ...] = ()
     layer: str = "model.layers.{i}."
     ends: Names = field(default_factory=lambda: ENDS)
 
