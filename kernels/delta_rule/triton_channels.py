@@ -158,14 +158,14 @@ def relate(
         if before > 0:
             earlier = tl.minimum(live, before)
             since = tl.exp(sums_after(g, g_step, earlier, column, K, CHUNK, COLUMNS))
-            writes = load_writes(write, beta, write_step, beta_step, earlier, column, K, HAS_BETA, CHUNK, COLUMNS)
-            right = tl.trans(writes * since)
+            others = load_writes(write, beta, write_step, beta_step, earlier, column, K, HAS_BETA, CHUNK, COLUMNS)
+            right = tl.trans(others * since)
             left, left_read = queries * tl.exp(until), reads * tl.exp(until_read)
             of_q += tl.dot(left, right, input_precision=PRECISION)
             of_r += tl.dot(left_read, right, input_precision=PRECISION)
             if HAS_VALUE_KEY:
-                added = load_tokens(value_key, value_step, earlier, column, K, CHUNK, COLUMNS).to(tl.float32)
-                right = tl.trans(added * since)
+                others = load_tokens(value_key, value_step, earlier, column, K, CHUNK, COLUMNS).to(tl.float32)
+                right = tl.trans(others * since)
                 values_q += tl.dot(left, right, input_precision=PRECISION)
                 values_r += tl.dot(left_read, right, input_precision=PRECISION)
         writes = load_writes(
