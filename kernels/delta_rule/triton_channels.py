@@ -1,647 +1,381 @@
-"""Triton kernels of the delta rule with decays per key channel, value keys and reads before the decay: forward.
+"""The delta rule with decays per key channel, value keys or reads before the decay in Triton: operations and launches.
 
-The formulas are those of chunk.py. `relate` computes the products of tokens within a chunk, L, A, M and N; `invert` puts
-X = (I + L)^{-1} in place of L; `walk` passes the state from chunk to chunk and writes the outputs.
-
-A decay between two tokens is the exponential of the sum of the gates between them. It does not split into factors of
-both tokens without leaving float32's range. So a chunk has blocks of BLOCK tokens. For tokens of different blocks both
-factors begin or end at the start of the later block, and are at most 1. Inside a block they begin and end at its middle,
-if the gates of the block add up to no less than -MILD; else tokens are taken one by one. All sums are over their own
-range: differences of sums would lose what follows a strong gate.
-
-Matrix products have TF32 operands, 11 bits with the range of float32, if the values are of half precision; else each is
-three such products.
+Sums, the triangular inverse and the state are float32. Matrix products of half precision values have TF32 operands, 11
+bits with the range of float32; those of float32 values are three such products. The forward pass keeps X and A for the
+backward pass, and with value keys M and N: 2 C or 4 C numbers for each token and head; with `recompute` only its
+inputs. The backward pass computes the states again. No sum depends on the order in which programs run.
 """
 
-import triton
-import triton.language as tl
+from __future__ import annotations
 
-from longseq.kernels.triton_tiles import (
-    MILD as LARGEST_INVERSE,
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from longseq.kernels.custom_op import custom_op
+from longseq.kernels.delta_rule.triton_channel_passes import (
+    BLOCK,
+    differentiate,
+    differentiate_products,
+    invert,
+    relate,
+    retreat,
+    walk,
 )
-from longseq.kernels.triton_tiles import (
-    chunk,
-    direction,
-    eliminate,
-    inverse_size,
-    load_block,
-    load_numbers,
-    load_tokens,
-    sequence,
-    store_block,
-    store_tokens,
-    token_after,
-    unit_lower_inverse,
+from longseq.kernels.devices import channels_adjacent
+from longseq.kernels.reading import Reverse, number_of
+from longseq.kernels.triton_launch import (
+    Launch,
+    block_width,
+    cdiv,
+    count_sequences,
+    count_slots,
+    find_launch,
+    fit_launches,
+    sequence_of_slots,
+    strides,
 )
 
-BLOCK = tl.constexpr(16)
-MILD = tl.constexpr(60.0)
-SIZES = ["T", "H"]
+CHUNKS = {2: 64, 4: 32}  # tokens of a chunk, by the bytes of the values
+# By the bytes of the values and the width of keys. Not tuned yet.
+LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
+    (size, 128): {
+        "relate": Launch(0, 64, 4, 1),
+        "invert": Launch(0, 0, 4, 1),
+        "walk": Launch(32, 0, 8, 1),
+        "retreat": Launch(32, 0, 8, 1),
+        "differentiate_products": Launch(0, 32, 4, 1),
+        "differentiate": Launch(32, 32, 4, 1),
+    }
+    for size in (2, 4)
+}
+fit_launches(LAUNCHES)
 
 
-@triton.jit
-def sums_before(g, stride, live, column, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Sums of the gates of a block's tokens before each token, [ROWS, COLUMNS]; `g` points to the first token."""
-    i = tl.arange(0, ROWS)
-    e = column + tl.arange(0, COLUMNS)
-    mask = ((i > 0) & (i - 1 < live))[:, None] & (e < K)[None, :]
-    gates = tl.load(g + (i - 1)[:, None] * stride + e[None, :], mask=mask, other=0.0).to(tl.float32)
-    return tl.cumsum(gates, 0)
+class _Call(NamedTuple):
+    """A call's tensors as the kernels read them, and what all launches share."""
 
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    write: Tensor
+    beta: Tensor
+    value_key: Tensor
+    g: Tensor
+    cu_seqlens: Tensor | None
+    sequence_of: Tensor | None
+    numbers: tuple[float, ...]  # scale, tokens and heads
+    flags: dict[str, Any]  # of the formula
+    layout: dict[str, Any]
+    half: bool
+    slots: int
+    sequences: int
 
-@triton.jit
-def sums_after(g, stride, live, column, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Sums of the gates of the tokens after each token, up to `live` tokens in all, [ROWS, COLUMNS]."""
-    gates = load_tokens(g + stride, stride, tl.minimum(live, ROWS) - 1, column, K, ROWS, COLUMNS).to(tl.float32)
-    return tl.cumsum(gates, 0, reverse=True)
-
-
-@triton.jit
-def load_writes(
-    write, beta, step, beta_step, live, column, K: tl.constexpr, HAS_BETA: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Write keys times beta, [ROWS, COLUMNS] in float32."""
-    w = load_tokens(write, step, live, column, K, ROWS, COLUMNS).to(tl.float32)
-    if HAS_BETA:
-        w *= load_numbers(beta, beta_step, live, ROWS)[:, None]
-    return w
-
-
-@triton.jit
-def _products_one_by_one(q, r, w, gates, SIZE: tl.constexpr, BEFORE: tl.constexpr):
-    """Products of the tokens of one block with those before them, which a decay of any strength separates.
-
-    Returns [SIZE, SIZE] of q and of r. Column j is made after column j + 1: the sums of gates grow by one gate.
-    """
-    i = tl.arange(0, SIZE)
-    of_q = tl.zeros((SIZE, SIZE), tl.float32)
-    of_r = tl.zeros((SIZE, SIZE), tl.float32)
-    between = gates * 0.0
-    between_read = gates * 0.0
-    for m in range(0, SIZE):
-        j = SIZE - 1 - m
-        here = (i == j)[:, None]
-        writes = tl.sum(tl.where(here, w, 0.0), 0)[None, :]
-        gate = tl.sum(tl.where(here, gates, 0.0), 0)[None, :]
-        column = (i == j)[None, :]
-        of_q = tl.where(column, tl.sum(q * writes * tl.exp(between), 1)[:, None], of_q)
-        of_r = tl.where(column, tl.sum(r * writes * tl.exp(between_read), 1)[:, None], of_r)
-        between = tl.where((i >= j)[:, None], between + gate, 0.0)
-        if BEFORE:
-            between_read = tl.where((i > j)[:, None], between_read + gate, 0.0)
-        else:
-            between_read = between
-    return of_q, of_r
-
-
-@triton.jit
-def _products_in_block(
-    q, r, w, gates, until, until_read, SIZE: tl.constexpr, BEFORE: tl.constexpr, PRECISION: tl.constexpr
-):
-    """Products of the tokens of one block, [SIZE, SIZE] of q and of r with w; what is above the diagonal is not zero."""
-    i = tl.arange(0, SIZE)
-    if tl.min(until) >= -MILD:
-        middle = tl.sum(tl.where((i == SIZE // 2)[:, None], until, 0.0), 0)[None, :]
-        right = tl.trans(w * tl.exp(middle - until))
-        of_q = tl.dot(q * tl.exp(until - middle), right, input_precision=PRECISION)
-        of_r = tl.dot(r * tl.exp(until_read - middle), right, input_precision=PRECISION)
-    else:
-        of_q, of_r = _products_one_by_one(q, r, w, gates, SIZE, BEFORE)
-    return of_q, of_r
-
-
-@triton.jit
-def _store_products(base, before, earlier, own, SIZE: tl.constexpr, CHUNK: tl.constexpr):
-    """Store rows of a matrix [CHUNK, CHUNK]: products with earlier blocks, and those of the block itself."""
-    i = tl.arange(0, SIZE)
-    j = tl.arange(0, CHUNK)
-    place = base + (before + i)[:, None] * CHUNK
-    tl.store(place + j[None, :], earlier, mask=((j < before) | (j >= before + SIZE))[None, :] & (i >= 0)[:, None])
-    tl.store(place + (before + i)[None, :], own)
-
-
-@triton.jit(do_not_specialize=SIZES)
-def relate(
-    q, k, write, beta, value_key, g, cu_seqlens, sequence_of, lower, attention, lower_values, attention_values,
-    scale, T, H, q_row, q_token, q_head, k_row, k_token, k_head, write_row, write_token, write_head,
-    beta_row, beta_token, beta_head, value_row, value_token, value_head, g_row, g_token, g_head,
-    K: tl.constexpr, BEFORE: tl.constexpr, HAS_BETA: tl.constexpr, HAS_VALUE_KEY: tl.constexpr, PACKED: tl.constexpr,
-    REVERSE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """L and A, and with value keys M and N, [CHUNK, CHUNK] for each chunk and head; a program has BLOCK rows of them."""
-    blocks: tl.constexpr = CHUNK // BLOCK
-    before = (tl.program_id(0) % blocks) * BLOCK
-    place = (tl.program_id(0) // blocks).to(tl.int64)
-    slot, head = place // H, place % H
-    row, t, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
-    NEXT = direction(REVERSE)
-    q += row * q_row + head * q_head + t * q_token
-    k += row * k_row + head * k_head + t * k_token
-    write += row * write_row + head * write_head + t * write_token
-    beta += row * beta_row + head * beta_head + t * beta_token
-    value_key += row * value_row + head * value_head + t * value_token
-    g += row * g_row + head * g_head + t * g_token
-    q_step, k_step, write_step = q_token * NEXT, k_token * NEXT, write_token * NEXT
-    beta_step, value_step, g_step = beta_token * NEXT, value_token * NEXT, g_token * NEXT
-    rest = live - before
-
-    of_q, of_r = tl.zeros((BLOCK, CHUNK), tl.float32), tl.zeros((BLOCK, CHUNK), tl.float32)
-    own_q, own_r = tl.zeros((BLOCK, BLOCK), tl.float32), tl.zeros((BLOCK, BLOCK), tl.float32)
-    values_q, values_r, own_values_q, own_values_r = of_q, of_r, own_q, own_r
-    for column in tl.static_range(0, K, COLUMNS):
-        gates = load_tokens(g + before * g_step, g_step, rest, column, K, BLOCK, COLUMNS).to(tl.float32)
-        until = tl.cumsum(gates, 0)
-        until_read = sums_before(g + before * g_step, g_step, rest, column, K, BLOCK, COLUMNS) if BEFORE else until
-        queries = load_tokens(q + before * q_step, q_step, rest, column, K, BLOCK, COLUMNS).to(tl.float32)
-        reads = load_tokens(k + before * k_step, k_step, rest, column, K, BLOCK, COLUMNS).to(tl.float32)
-        if before > 0:
-            earlier = tl.minimum(live, before)
-            since = tl.exp(sums_after(g, g_step, earlier, column, K, CHUNK, COLUMNS))
-            others = load_writes(write, beta, write_step, beta_step, earlier, column, K, HAS_BETA, CHUNK, COLUMNS)
-            right = tl.trans(others * since)
-            left, left_read = queries * tl.exp(until), reads * tl.exp(until_read)
-            of_q += tl.dot(left, right, input_precision=PRECISION)
-            of_r += tl.dot(left_read, right, input_precision=PRECISION)
-            if HAS_VALUE_KEY:
-                others = load_tokens(value_key, value_step, earlier, column, K, CHUNK, COLUMNS).to(tl.float32)
-                right = tl.trans(others * since)
-                values_q += tl.dot(left, right, input_precision=PRECISION)
-                values_r += tl.dot(left_read, right, input_precision=PRECISION)
-        writes = load_writes(
-            write + before * write_step, beta + before * beta_step, write_step, beta_step, rest, column, K, HAS_BETA,
-            BLOCK, COLUMNS,
-        )  # fmt: skip
-        more_q, more_r = _products_in_block(queries, reads, writes, gates, until, until_read, BLOCK, BEFORE, PRECISION)
-        own_q += more_q
-        own_r += more_r
-        if HAS_VALUE_KEY:
-            added = load_tokens(value_key + before * value_step, value_step, rest, column, K, BLOCK, COLUMNS)
-            more_q, more_r = _products_in_block(
-                queries, reads, added.to(tl.float32), gates, until, until_read, BLOCK, BEFORE, PRECISION
-            )
-            own_values_q += more_q
-            own_values_r += more_r
-
-    i = tl.arange(0, BLOCK)
-    not_after, strictly_before = i[:, None] >= i[None, :], i[:, None] > i[None, :]
-    place *= CHUNK * CHUNK
-    _store_products(lower + place, before, of_r, tl.where(strictly_before, own_r, 0.0), BLOCK, CHUNK)
-    _store_products(attention + place, before, of_q * scale, tl.where(not_after, own_q, 0.0) * scale, BLOCK, CHUNK)
-    if HAS_VALUE_KEY:
-        _store_products(
-            lower_values + place, before, values_r, tl.where(strictly_before, own_values_r, 0.0), BLOCK, CHUNK
+    @classmethod
+    def of(
+        cls, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, write_key: Tensor | None, value_key: Tensor | None,
+        g: Tensor | None, cu_seqlens: Tensor | None, scale: float, before: bool, reverse: int, half: bool,
+    ) -> _Call:  # fmt: skip
+        batch, tokens, heads, _ = k.shape
+        q, k, v = channels_adjacent(q), channels_adjacent(k), channels_adjacent(v)
+        if g is None:
+            g = k.new_zeros((1,), dtype=torch.float32)
+        gates = (g.unsqueeze(-1) if g.dim() == 3 else g).expand(k.shape).contiguous()
+        chunk = CHUNKS[2 if half else 4]
+        slots = count_slots(batch, tokens, chunk, cu_seqlens)
+        return cls(
+            q=q,
+            k=k,
+            v=v,
+            write=k if write_key is None else channels_adjacent(write_key),
+            beta=k if beta is None else beta,
+            value_key=k if value_key is None else channels_adjacent(value_key),
+            g=gates,
+            cu_seqlens=None if cu_seqlens is None else cu_seqlens.contiguous(),
+            sequence_of=sequence_of_slots(slots, chunk, tokens, cu_seqlens),
+            numbers=(scale, tokens, heads),
+            flags={"BEFORE": before, "HAS_BETA": beta is not None, "HAS_VALUE_KEY": value_key is not None},
+            layout={"PACKED": cu_seqlens is not None, "REVERSE": reverse, "CHUNK": chunk},
+            half=half,
+            slots=slots,
+            sequences=count_sequences(batch, cu_seqlens),
         )
-        _store_products(
-            attention_values + place, before, values_q * scale, tl.where(not_after, own_values_q, 0.0) * scale, BLOCK,
-            CHUNK,
-        )  # fmt: skip
 
+    @property
+    def heads(self) -> int:
+        return self.k.shape[2]
 
-@triton.jit(do_not_specialize=SIZES)
-def invert(
-    lower, cu_seqlens, sequence_of, T, H,
-    PACKED: tl.constexpr, REVERSE: tl.constexpr, HALVES: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """(I + L)^{-1} of each chunk and head, in place of L."""
-    place = tl.program_id(0).to(tl.int64)
-    _, _, live = chunk(place // H, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
-    own = lower + place * CHUNK * CHUNK
-    matrix = load_block(own, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
-    x = unit_lower_inverse(matrix, live, CHUNK, HALVES)
-    if HALVES:
-        # Larger numbers leave float16's range, or its precision.
-        if inverse_size(tl.max(tl.abs(matrix), 1), x) > LARGEST_INVERSE:
-            x = eliminate(matrix, CHUNK)
-    store_block(own, 0, 0, x, CHUNK, CHUNK, CHUNK, CHUNK)
+    @property
+    def key_dim(self) -> int:
+        return self.k.shape[3]
 
+    @property
+    def value_dim(self) -> int:
+        return self.v.shape[3]
 
-@triton.jit(do_not_specialize=SIZES)
-def walk(
-    q, k, v, write, beta, value_key, g, cu_seqlens, inverse, attention, lower_values, attention_values,
-    first, states, written_out, last, output,
-    scale, T, H, q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
-    write_row, write_token, write_head, beta_row, beta_token, beta_head, value_row, value_token, value_head,
-    g_row, g_token, g_head,
-    K: tl.constexpr, V: tl.constexpr, BEFORE: tl.constexpr, HAS_BETA: tl.constexpr, HAS_VALUE_KEY: tl.constexpr,
-    HAS_FIRST: tl.constexpr, SAVE: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """The states of one head of one sequence in BLOCK_V value columns, and the outputs; SAVE stores the states before
-    each chunk.
-    """
-    tiles: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
-    column = (tl.program_id(0) % tiles) * BLOCK_V
-    head = (tl.program_id(0) // tiles % H).to(tl.int64)
-    n = (tl.program_id(0) // tiles // H).to(tl.int64)
-    row, start, end, slot = sequence(n, T, cu_seqlens, PACKED, CHUNK)
-    NEXT = direction(REVERSE)
-    q += row * q_row + head * q_head
-    k += row * k_row + head * k_head
-    v += row * v_row + head * v_head
-    write += row * write_row + head * write_head
-    beta += row * beta_row + head * beta_head
-    value_key += row * value_row + head * value_head
-    g += row * g_row + head * g_head
-    output += (row * T * H + head) * V
-    state = tl.zeros((BLOCK_K, BLOCK_V), tl.float32)
-    if HAS_FIRST:
-        state = load_block(first + (n * H + head) * K * V, 0, column, K, V, BLOCK_K, BLOCK_V).to(tl.float32)
-    for m in range(0, tl.cdiv((end - start).to(tl.int32), CHUNK)):
-        t = token_after(m * CHUNK, start, end, REVERSE)
-        live = end - start - m * CHUNK
-        place = (slot + m) * H + head
-        if SAVE:
-            store_block(states + place * K * V, 0, column, state, K, V, BLOCK_K, BLOCK_V)
-        gates = load_tokens(g + t * g_token, g_token * NEXT, live, 0, K, CHUNK, BLOCK_K).to(tl.float32)
-        until = tl.cumsum(gates, 0)
-        until_read = until
-        if BEFORE:
-            until_read = sums_before(g + t * g_token, g_token * NEXT, live, 0, K, CHUNK, BLOCK_K)
-        reads = load_tokens(k + t * k_token, k_token * NEXT, live, 0, K, CHUNK, BLOCK_K).to(tl.float32)
-        values = load_tokens(v + t * v_token, v_token * NEXT, live, column, V, CHUNK, BLOCK_V).to(tl.float32)
-        known = tl.dot(reads * tl.exp(until_read), state, input_precision=PRECISION)
-        if HAS_VALUE_KEY:
-            among = load_block(lower_values + place * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
-            errors = -tl.dot(among, values, known, input_precision=PRECISION)
-        else:
-            errors = values - known
-        x = load_block(inverse + place * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
-        written = tl.dot(x, errors, input_precision=PRECISION)
-        if SAVE:
-            store_block(written_out + place * CHUNK * V, 0, column, written, CHUNK, V, CHUNK, BLOCK_V)
-        queries = load_tokens(q + t * q_token, q_token * NEXT, live, 0, K, CHUNK, BLOCK_K).to(tl.float32)
-        o = tl.dot(queries * tl.exp(until) * scale, state, input_precision=PRECISION)
-        among = load_block(attention + place * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
-        o = tl.dot(among, written, o, input_precision=PRECISION)
-        if HAS_VALUE_KEY:
-            among = load_block(attention_values + place * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
-            o = tl.dot(among, values, o, input_precision=PRECISION)
-        store_tokens(output + t * H * V, H * V * NEXT, live, column, o, V, CHUNK, BLOCK_V)
-        later = tl.exp(sums_after(g + t * g_token, g_token * NEXT, live, 0, K, CHUNK, BLOCK_K))
-        writes = load_writes(
-            write + t * write_token, beta + t * beta_token, write_token * NEXT, beta_token * NEXT, live, 0, K,
-            HAS_BETA, CHUNK, BLOCK_K,
-        )  # fmt: skip
-        state *= tl.exp(tl.sum(gates, 0))[:, None]
-        state = tl.dot(tl.trans(writes * later), written, state, input_precision=PRECISION)
-        if HAS_VALUE_KEY:
-            added = load_tokens(value_key + t * value_token, value_token * NEXT, live, 0, K, CHUNK, BLOCK_K)
-            state = tl.dot(tl.trans(added.to(tl.float32) * later), values, state, input_precision=PRECISION)
-    store_block(last + (n * H + head) * K * V, 0, column, state, K, V, BLOCK_K, BLOCK_V)
+    @property
+    def chunk(self) -> int:
+        return self.layout["CHUNK"]
 
+    @property
+    def precision(self) -> str:
+        return "tf32" if self.half else "tf32x3"
 
-@triton.jit(do_not_specialize=SIZES)
-def retreat(
-    q, k, v, write, beta, value_key, g, cu_seqlens, inverse, attention, lower_values, attention_values,
-    d_output, d_last, d_states, d_errors, d_first, d_v,
-    scale, T, H, q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
-    write_row, write_token, write_head, beta_row, beta_token, beta_head, value_row, value_token, value_head,
-    g_row, g_token, g_head,
-    K: tl.constexpr, V: tl.constexpr, BEFORE: tl.constexpr, HAS_BETA: tl.constexpr, HAS_VALUE_KEY: tl.constexpr,
-    HAS_LAST: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """From the last chunk to the first: the gradients of the states after each chunk, of the errors and of v."""
-    tiles: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
-    column = (tl.program_id(0) % tiles) * BLOCK_V
-    head = (tl.program_id(0) // tiles % H).to(tl.int64)
-    n = (tl.program_id(0) // tiles // H).to(tl.int64)
-    row, start, end, slot = sequence(n, T, cu_seqlens, PACKED, CHUNK)
-    NEXT = direction(REVERSE)
-    q += row * q_row + head * q_head
-    k += row * k_row + head * k_head
-    v += row * v_row + head * v_head
-    write += row * write_row + head * write_head
-    beta += row * beta_row + head * beta_head
-    value_key += row * value_row + head * value_head
-    g += row * g_row + head * g_head
-    d_output += (row * T * H + head) * V
-    d_v += (row * T * H + head) * V
-    d_state = tl.zeros((BLOCK_K, BLOCK_V), tl.float32)
-    if HAS_LAST:
-        d_state = load_block(d_last + (n * H + head) * K * V, 0, column, K, V, BLOCK_K, BLOCK_V).to(tl.float32)
-    chunks = tl.cdiv((end - start).to(tl.int32), CHUNK)
-    for back in range(0, chunks):
-        m = chunks - 1 - back
-        t = token_after(m * CHUNK, start, end, REVERSE)
-        live = end - start - m * CHUNK
-        place = (slot + m) * H + head
-        store_block(d_states + place * K * V, 0, column, d_state, K, V, BLOCK_K, BLOCK_V)
-        d_o = load_tokens(d_output + t * H * V, H * V * NEXT, live, column, V, CHUNK, BLOCK_V).to(tl.float32)
-        later = tl.exp(sums_after(g + t * g_token, g_token * NEXT, live, 0, K, CHUNK, BLOCK_K))
-        writes = load_writes(
-            write + t * write_token, beta + t * beta_token, write_token * NEXT, beta_token * NEXT, live, 0, K,
-            HAS_BETA, CHUNK, BLOCK_K,
-        )  # fmt: skip
-        among = load_block(attention + place * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
-        d_written = tl.dot(writes * later, d_state, input_precision=PRECISION)
-        d_written = tl.dot(tl.trans(among), d_o, d_written, input_precision=PRECISION)
-        x = load_block(inverse + place * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
-        d_error = tl.dot(tl.trans(x), d_written, input_precision=PRECISION)
-        store_block(d_errors + place * CHUNK * V, 0, column, d_error, CHUNK, V, CHUNK, BLOCK_V)
-        if HAS_VALUE_KEY:
-            added = load_tokens(value_key + t * value_token, value_token * NEXT, live, 0, K, CHUNK, BLOCK_K)
-            d_value = tl.dot(added.to(tl.float32) * later, d_state, input_precision=PRECISION)
-            among = load_block(attention_values + place * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
-            d_value = tl.dot(tl.trans(among), d_o, d_value, input_precision=PRECISION)
-            among = load_block(lower_values + place * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
-            d_value -= tl.dot(tl.trans(among), d_error, input_precision=PRECISION)
-        else:
-            d_value = d_error
-        store_tokens(d_v + t * H * V, H * V * NEXT, live, column, d_value, V, CHUNK, BLOCK_V)
-        gates = load_tokens(g + t * g_token, g_token * NEXT, live, 0, K, CHUNK, BLOCK_K).to(tl.float32)
-        until = tl.cumsum(gates, 0)
-        queries = load_tokens(q + t * q_token, q_token * NEXT, live, 0, K, CHUNK, BLOCK_K).to(tl.float32)
-        d_state *= tl.exp(tl.sum(gates, 0))[:, None]
-        d_state = tl.dot(tl.trans(queries * tl.exp(until) * scale), d_o, d_state, input_precision=PRECISION)
-        if BEFORE:
-            until = sums_before(g + t * g_token, g_token * NEXT, live, 0, K, CHUNK, BLOCK_K)
-        reads = load_tokens(k + t * k_token, k_token * NEXT, live, 0, K, CHUNK, BLOCK_K).to(tl.float32)
-        d_state -= tl.dot(tl.trans(reads * tl.exp(until)), d_error, input_precision=PRECISION)
-    store_block(d_first + (n * H + head) * K * V, 0, column, d_state, K, V, BLOCK_K, BLOCK_V)
+    def empty(self, *sizes: int) -> Tensor:
+        """A float32 tensor by slot and head."""
+        return self.k.new_empty((self.slots, self.heads, *sizes), dtype=torch.float32)
 
+    def states(self) -> Tensor:
+        """A float32 tensor with a state for each sequence."""
+        return self.k.new_empty((self.sequences, self.heads, self.key_dim, self.value_dim), dtype=torch.float32)
 
-@triton.jit(do_not_specialize=SIZES)
-def differentiate_products(
-    v, cu_seqlens, sequence_of, d_output, written, d_errors, d_attention, d_lower, d_attention_values, d_lower_values,
-    scale, T, H, v_row, v_token, v_head,
-    V: tl.constexpr, HAS_VALUE_KEY: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
-    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """The gradients of A, L, N and M, [CHUNK, CHUNK] for each chunk and head."""
-    place = tl.program_id(0).to(tl.int64)
-    slot, head = place // H, place % H
-    row, t, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
-    NEXT = direction(REVERSE)
-    v += row * v_row + head * v_head + t * v_token
-    d_output += ((row * T + t) * H + head) * V
-    d_a, d_l = tl.zeros((CHUNK, CHUNK), tl.float32), tl.zeros((CHUNK, CHUNK), tl.float32)
-    d_n, d_m = d_a, d_l
-    for column in tl.static_range(0, V, BLOCK_V):
-        d_o = load_tokens(d_output, H * V * NEXT, live, column, V, CHUNK, BLOCK_V).to(tl.float32)
-        d_error = load_block(d_errors + place * CHUNK * V, 0, column, CHUNK, V, CHUNK, BLOCK_V)
-        right = tl.trans(load_block(written + place * CHUNK * V, 0, column, CHUNK, V, CHUNK, BLOCK_V))
-        d_a = tl.dot(d_o, right, d_a, input_precision=PRECISION)
-        d_l = tl.dot(d_error, right, d_l, input_precision=PRECISION)
-        if HAS_VALUE_KEY:
-            right = tl.trans(load_tokens(v, v_token * NEXT, live, column, V, CHUNK, BLOCK_V).to(tl.float32))
-            d_n = tl.dot(d_o, right, d_n, input_precision=PRECISION)
-            d_m = tl.dot(d_error, right, d_m, input_precision=PRECISION)
-    i = tl.arange(0, CHUNK)
-    not_after, strictly_before = i[:, None] >= i[None, :], i[:, None] > i[None, :]
-    place *= CHUNK * CHUNK
-    store_block(d_attention + place, 0, 0, tl.where(not_after, d_a * scale, 0.0), CHUNK, CHUNK, CHUNK, CHUNK)
-    store_block(d_lower + place, 0, 0, tl.where(strictly_before, -d_l, 0.0), CHUNK, CHUNK, CHUNK, CHUNK)
-    if HAS_VALUE_KEY:
-        store_block(d_attention_values + place, 0, 0, tl.where(not_after, d_n * scale, 0.0), CHUNK, CHUNK, CHUNK, CHUNK)
-        store_block(d_lower_values + place, 0, 0, tl.where(strictly_before, -d_m, 0.0), CHUNK, CHUNK, CHUNK, CHUNK)
+    def entry(self, name: str) -> Launch:
+        return LAUNCHES[2 if self.half else 4, 128][name]
 
+    def launch(self, kernel: Any, name: str, programs: int, tensors: tuple[Tensor, ...], **constants: Any) -> Any:
+        """A launch of a kernel, with the strides of `tensors`."""
+        numbers = (*self.numbers, *(stride for x in tensors for stride in strides(x)))
+        constants |= {**self.layout, **self.entry(name).options, "PRECISION": self.precision}
+        return find_launch(kernel, self.k.device, programs, numbers, **constants)
 
-@triton.jit
-def _through_block(
-    q, r, w, gates, until, until_read, d_q, d_r, SIZE: tl.constexpr, BEFORE: tl.constexpr, PRECISION: tl.constexpr
-):
-    """Gradients of q, r, w and the gates through `_products_in_block`, for gradients d_q, d_r [SIZE, SIZE] of these.
-
-    Where gates are mild, that of a gate is a difference of sums over the block, else the sum of what it acts on.
-    """
-    i = tl.arange(0, SIZE)
-    if tl.min(until) >= -MILD:
-        middle = tl.sum(tl.where((i == SIZE // 2)[:, None], until, 0.0), 0)[None, :]
-        right, left, left_read = tl.exp(middle - until), tl.exp(until - middle), tl.exp(until_read - middle)
-        of_q = tl.dot(d_q, w * right, input_precision=PRECISION) * left
-        of_r = tl.dot(d_r, w * right, input_precision=PRECISION) * left_read
-        of_w = tl.dot(tl.trans(d_q), q * left, input_precision=PRECISION)
-        of_w = tl.dot(tl.trans(d_r), r * left_read, of_w, input_precision=PRECISION) * right
-        later, later_read = q * of_q - w * of_w, r * of_r
-        of_g = tl.cumsum(later, 0, reverse=True)
-        of_g += tl.cumsum(later_read, 0, reverse=True)
-        if BEFORE:
-            of_g -= later_read  # a read before the decay lacks its own gate
-    else:
-        of_q, of_r, of_w, of_g = q * 0.0, q * 0.0, q * 0.0, q * 0.0
-        between = gates * 0.0
-        between_read = gates * 0.0
-        for m in range(0, SIZE):
-            j = SIZE - 1 - m
-            here = (i == j)[:, None]
-            writes = tl.sum(tl.where(here, w, 0.0), 0)[None, :]
-            gate = tl.sum(tl.where(here, gates, 0.0), 0)[None, :]
-            column_q = tl.sum(tl.where((i == j)[None, :], d_q, 0.0), 1)[:, None]
-            column_r = tl.sum(tl.where((i == j)[None, :], d_r, 0.0), 1)[:, None]
-            pair_q, pair_r = column_q * tl.exp(between), column_r * tl.exp(between_read)
-            of_q += pair_q * writes
-            of_r += pair_r * writes
-            written = q * pair_q + r * pair_r
-            of_w += tl.where(here, tl.sum(written, 0)[None, :], 0.0)
-            straddling = tl.cumsum(written * writes, 0, reverse=True)
-            if BEFORE:
-                straddling -= r * pair_r * writes
-            of_g += tl.where((i > j)[:, None], straddling, 0.0)
-            between = tl.where((i >= j)[:, None], between + gate, 0.0)
-            if BEFORE:
-                between_read = tl.where((i > j)[:, None], between_read + gate, 0.0)
-            else:
-                between_read = between
-    return of_q, of_r, of_w, of_g
-
-
-@triton.jit
-def load_products(base, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr):
-    """Rows from `row` and columns from `column` on of a matrix [CHUNK, CHUNK]; zero outside of it."""
-    i = row + tl.arange(0, ROWS)
-    j = column + tl.arange(0, COLUMNS)
-    mask = (i < CHUNK)[:, None] & (j < CHUNK)[None, :]
-    return tl.load(base + i[:, None] * CHUNK + j[None, :], mask=mask, other=0.0)
-
-
-@triton.jit(do_not_specialize=SIZES)
-def differentiate(
-    q, k, v, write, beta, value_key, g, cu_seqlens, sequence_of, d_output, states, d_states, written, d_errors,
-    d_attention, d_lower, d_attention_values, d_lower_values, d_q, d_k, d_write, d_value_key, d_g,
-    scale, T, H, q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
-    write_row, write_token, write_head, beta_row, beta_token, beta_head, value_row, value_token, value_head,
-    g_row, g_token, g_head,
-    K: tl.constexpr, V: tl.constexpr, BEFORE: tl.constexpr, HAS_BETA: tl.constexpr, HAS_VALUE_KEY: tl.constexpr,
-    PACKED: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """The gradients of q, k, the writes, value keys and gates of a chunk and head, in COLUMNS key channels.
-
-    d_q, d_k, d_write, d_value_key and d_g are contiguous, [B, T, H, K] in float32.
-    """
-    tiles: tl.constexpr = (K + COLUMNS - 1) // COLUMNS
-    blocks: tl.constexpr = CHUNK // BLOCK
-    column = (tl.program_id(0) % tiles) * COLUMNS
-    place = (tl.program_id(0) // tiles).to(tl.int64)
-    slot, head = place // H, place % H
-    row, t, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
-    NEXT = direction(REVERSE)
-    q += row * q_row + head * q_head + t * q_token
-    k += row * k_row + head * k_head + t * k_token
-    v += row * v_row + head * v_head + t * v_token
-    write += row * write_row + head * write_head + t * write_token
-    beta += row * beta_row + head * beta_head + t * beta_token
-    value_key += row * value_row + head * value_head + t * value_token
-    g += row * g_row + head * g_head + t * g_token
-    q_step, k_step, v_step, write_step = q_token * NEXT, k_token * NEXT, v_token * NEXT, write_token * NEXT
-    beta_step, value_step, g_step = beta_token * NEXT, value_token * NEXT, g_token * NEXT
-    own = ((row * T + t) * H + head) * K
-    d_q += own
-    d_k += own
-    d_write += own
-    d_value_key += own
-    d_g += own
-    step = H * K * NEXT
-    d_output += ((row * T + t) * H + head) * V
-    d_attention += place * CHUNK * CHUNK
-    d_lower += place * CHUNK * CHUNK
-    d_attention_values += place * CHUNK * CHUNK
-    d_lower_values += place * CHUNK * CHUNK
-
-    # What the gates decay in the whole chunk: queries and reads since its start, writes until its end, the state.
-    of_q, of_r = tl.zeros((CHUNK, COLUMNS), tl.float32), tl.zeros((CHUNK, COLUMNS), tl.float32)
-    of_w, of_state = of_q, tl.zeros((COLUMNS,), tl.float32)
-    of_a = of_q
-    for start in tl.static_range(0, V, BLOCK_V):
-        state = load_block(states + place * K * V, column, start, K, V, COLUMNS, BLOCK_V)
-        d_state = load_block(d_states + place * K * V, column, start, K, V, COLUMNS, BLOCK_V)
-        of_state += tl.sum(state * d_state, 1)
-        d_o = load_tokens(d_output, H * V * NEXT, live, start, V, CHUNK, BLOCK_V).to(tl.float32)
-        d_error = load_block(d_errors + place * CHUNK * V, 0, start, CHUNK, V, CHUNK, BLOCK_V)
-        u = load_block(written + place * CHUNK * V, 0, start, CHUNK, V, CHUNK, BLOCK_V)
-        of_q = tl.dot(d_o, tl.trans(state), of_q, input_precision=PRECISION)
-        of_r = tl.dot(d_error, tl.trans(state), of_r, input_precision=PRECISION)
-        of_w = tl.dot(u, tl.trans(d_state), of_w, input_precision=PRECISION)
-        if HAS_VALUE_KEY:
-            values = load_tokens(v, v_step, live, start, V, CHUNK, BLOCK_V).to(tl.float32)
-            of_a = tl.dot(values, tl.trans(d_state), of_a, input_precision=PRECISION)
-    gates = load_tokens(g, g_step, live, column, K, CHUNK, COLUMNS).to(tl.float32)
-    until = tl.cumsum(gates, 0)
-    until_read = sums_before(g, g_step, live, column, K, CHUNK, COLUMNS) if BEFORE else until
-    later = tl.exp(sums_after(g, g_step, live, column, K, CHUNK, COLUMNS))
-    of_q *= tl.exp(until) * scale
-    of_r *= -tl.exp(until_read)
-    of_w *= later
-    store_tokens(d_q, step, live, column, of_q, K, CHUNK, COLUMNS)
-    store_tokens(d_k, step, live, column, of_r, K, CHUNK, COLUMNS)
-    store_tokens(d_write, step, live, column, of_w, K, CHUNK, COLUMNS)
-    of_g = load_tokens(q, q_step, live, column, K, CHUNK, COLUMNS).to(tl.float32) * of_q
-    reads = load_tokens(k, k_step, live, column, K, CHUNK, COLUMNS).to(tl.float32) * of_r
-    of_g = tl.cumsum(of_g + reads, 0, reverse=True)
-    if BEFORE:
-        of_g -= reads
-    writes = load_writes(write, beta, write_step, beta_step, live, column, K, HAS_BETA, CHUNK, COLUMNS) * of_w
-    if HAS_VALUE_KEY:
-        of_a *= later
-        store_tokens(d_value_key, step, live, column, of_a, K, CHUNK, COLUMNS)
-        writes += load_tokens(value_key, value_step, live, column, K, CHUNK, COLUMNS).to(tl.float32) * of_a
-    of_g += tl.cumsum(writes, 0) - writes + (of_state * tl.exp(tl.sum(gates, 0)))[None, :]
-    store_tokens(d_g, step, live, column, of_g, K, CHUNK, COLUMNS)
-    tl.debug_barrier()
-
-    # Pairs of tokens of the chunk, by blocks of BLOCK tokens: those in the block `b`, those before it and after it.
-    for b in range(0, blocks):
-        before = b * BLOCK
-        after = before + BLOCK
-        rest = live - before
-        gates = load_tokens(g + before * g_step, g_step, rest, column, K, BLOCK, COLUMNS).to(tl.float32)
-        until = tl.cumsum(gates, 0)
-        until_read = sums_before(g + before * g_step, g_step, rest, column, K, BLOCK, COLUMNS) if BEFORE else until
-        queries = load_tokens(q + before * q_step, q_step, rest, column, K, BLOCK, COLUMNS).to(tl.float32)
-        reads = load_tokens(k + before * k_step, k_step, rest, column, K, BLOCK, COLUMNS).to(tl.float32)
-        writes = load_writes(
-            write + before * write_step, beta + before * beta_step, write_step, beta_step, rest, column, K, HAS_BETA,
-            BLOCK, COLUMNS,
-        )  # fmt: skip
-        of_q, of_r, of_w, of_g = _through_block(
-            queries, reads, writes, gates, until, until_read,
-            load_products(d_attention, before, before, BLOCK, BLOCK, CHUNK),
-            load_products(d_lower, before, before, BLOCK, BLOCK, CHUNK), BLOCK, BEFORE, PRECISION,
-        )  # fmt: skip
-        # Of earlier tokens, until the start of the block; of later ones, since its end.
-        earlier = tl.minimum(live, before)
-        since = tl.exp(sums_after(g, g_step, earlier, column, K, CHUNK, COLUMNS))
-        old = since * load_writes(write, beta, write_step, beta_step, earlier, column, K, HAS_BETA, CHUNK, COLUMNS)
-        left = live - after
-        next_gates = load_tokens(g + after * g_step, g_step, left, column, K, CHUNK, COLUMNS).to(tl.float32)
-        upto = tl.cumsum(next_gates, 0)
-        new = load_tokens(q + after * q_step, q_step, left, column, K, CHUNK, COLUMNS).to(tl.float32) * tl.exp(upto)
-        if BEFORE:
-            upto = sums_before(g + after * g_step, g_step, left, column, K, CHUNK, COLUMNS)
-        read = load_tokens(k + after * k_step, k_step, left, column, K, CHUNK, COLUMNS).to(tl.float32) * tl.exp(upto)
-        from_old = tl.dot(
-            load_products(d_attention, before, 0, BLOCK, CHUNK, CHUNK), old, input_precision=PRECISION
+    def relate(self) -> Tensor:
+        """X and A, and with value keys M and N, [2 or 4, slots, H, C, C]."""
+        own = self.flags["HAS_VALUE_KEY"]
+        products = self.k.new_empty(
+            (4 if own else 2, self.slots, self.heads, self.chunk, self.chunk), dtype=torch.float32
         )
-        from_old_read = tl.dot(load_products(d_lower, before, 0, BLOCK, CHUNK, CHUNK), old, input_precision=PRECISION)
-        to_new = tl.dot(
-            tl.trans(load_products(d_attention, after, before, CHUNK, BLOCK, CHUNK)), new, input_precision=PRECISION
-        )
-        to_new = tl.dot(
-            tl.trans(load_products(d_lower, after, before, CHUNK, BLOCK, CHUNK)), read, to_new,
-            input_precision=PRECISION,
+        lower, attention, *values = products
+        tensors = (self.q, self.k, self.write, self.beta, self.value_key, self.g)
+        step = min(self.entry("relate").step, block_width(self.key_dim))
+        programs = self.slots * self.heads
+        self.launch(
+            relate,
+            "relate",
+            programs * (self.chunk // BLOCK.value),
+            tensors,
+            K=self.key_dim,
+            COLUMNS=step,
+            **self.flags,
+        )(*tensors, self.cu_seqlens, self.sequence_of, lower, attention, *(values or (lower, attention)))
+        find_launch(
+            invert, self.k.device, programs, self.numbers[1:], HALVES=self.half, **self.layout,
+            **self.entry("invert").options,
+        )(lower, self.cu_seqlens, self.sequence_of)  # fmt: skip
+        return products
+
+    def walk(self, products: Tensor, first: Tensor | None, save: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The outputs and last states; with `save`, the states before each chunk and U."""
+        batch, tokens = self.v.shape[:2]
+        output = self.v.new_empty((batch, tokens, self.heads, self.value_dim))
+        last = self.states()
+        states = self.empty(self.key_dim, self.value_dim) if save else last
+        written = self.empty(self.chunk, self.value_dim) if save else last
+        tensors = (self.q, self.k, self.v, self.write, self.beta, self.value_key, self.g)
+        self.launch(
+            walk,
+            "walk",
+            self._programs("walk"),
+            tensors,
+            HAS_FIRST=first is not None,
+            SAVE=save,
+            **self._widths("walk"),
+        )(*tensors, self.cu_seqlens, *_four(products), last if first is None else first, states, written, last, output)
+        return output, last, states, written
+
+    def retreat(self, products: Tensor, d_output: Tensor, d_last: Tensor | None) -> tuple[Tensor, ...]:
+        """The gradients of the states after each chunk, of the errors, of the first states and of v."""
+        d_first = self.states()
+        d_states, d_errors = self.empty(self.key_dim, self.value_dim), self.empty(self.chunk, self.value_dim)
+        d_v = d_output.new_empty(d_output.shape)
+        tensors = (self.q, self.k, self.v, self.write, self.beta, self.value_key, self.g)
+        self.launch(
+            retreat, "retreat", self._programs("retreat"), tensors, HAS_LAST=d_last is not None,
+            **self._widths("retreat"),
+        )(
+            *tensors, self.cu_seqlens, *_four(products), d_output, d_first if d_last is None else d_last, d_states,
+            d_errors, d_first, d_v,
         )  # fmt: skip
-        # Pairs whose tokens lie on both sides of the block.
-        across = tl.dot(load_products(d_attention, after, 0, CHUNK, CHUNK, CHUNK), old, input_precision=PRECISION) * new
-        across += tl.dot(load_products(d_lower, after, 0, CHUNK, CHUNK, CHUNK), old, input_precision=PRECISION) * read
-        around = tl.sum(across, 0)
-        place_of = before * step
-        if HAS_VALUE_KEY:
-            added = load_tokens(value_key + before * value_step, value_step, rest, column, K, BLOCK, COLUMNS)
-            added = added.to(tl.float32)
-            more_q, more_r, of_a, more_g = _through_block(
-                queries, reads, added, gates, until, until_read,
-                load_products(d_attention_values, before, before, BLOCK, BLOCK, CHUNK),
-                load_products(d_lower_values, before, before, BLOCK, BLOCK, CHUNK), BLOCK, BEFORE, PRECISION,
-            )  # fmt: skip
-            of_q += more_q
-            of_r += more_r
-            of_g += more_g
-            old = since * load_tokens(value_key, value_step, earlier, column, K, CHUNK, COLUMNS).to(tl.float32)
-            from_old = tl.dot(
-                load_products(d_attention_values, before, 0, BLOCK, CHUNK, CHUNK), old, from_old,
-                input_precision=PRECISION,
-            )  # fmt: skip
-            from_old_read = tl.dot(
-                load_products(d_lower_values, before, 0, BLOCK, CHUNK, CHUNK), old, from_old_read,
-                input_precision=PRECISION,
-            )  # fmt: skip
-            new_values = tl.dot(
-                tl.trans(load_products(d_attention_values, after, before, CHUNK, BLOCK, CHUNK)), new,
-                input_precision=PRECISION,
-            )  # fmt: skip
-            new_values = tl.dot(
-                tl.trans(load_products(d_lower_values, after, before, CHUNK, BLOCK, CHUNK)), read, new_values,
-                input_precision=PRECISION,
-            )  # fmt: skip
-            across = new * tl.dot(
-                load_products(d_attention_values, after, 0, CHUNK, CHUNK, CHUNK), old, input_precision=PRECISION
-            )
-            across += read * tl.dot(
-                load_products(d_lower_values, after, 0, CHUNK, CHUNK, CHUNK), old, input_precision=PRECISION
-            )
-            around += tl.sum(across, 0)
-        until_end = tl.exp(sums_after(g + before * g_step, g_step, rest, column, K, BLOCK, COLUMNS))
-        from_old *= tl.exp(until)
-        from_old_read *= tl.exp(until_read)
-        to_new *= until_end
-        later_read = reads * from_old_read
-        of_g += tl.cumsum(queries * from_old + later_read, 0, reverse=True)
-        if BEFORE:
-            of_g -= later_read
-        passed = writes * to_new
-        if HAS_VALUE_KEY:
-            new_values *= until_end
-            passed += added * new_values
-            of_a += new_values + load_tokens(d_value_key + place_of, step, rest, column, K, BLOCK, COLUMNS)
-            store_tokens(d_value_key + place_of, step, rest, column, of_a, K, BLOCK, COLUMNS)
-        of_g += tl.cumsum(passed, 0) - passed + (around * tl.exp(tl.sum(gates, 0)))[None, :]
-        of_q += from_old + load_tokens(d_q + place_of, step, rest, column, K, BLOCK, COLUMNS)
-        of_r += from_old_read + load_tokens(d_k + place_of, step, rest, column, K, BLOCK, COLUMNS)
-        of_w += to_new + load_tokens(d_write + place_of, step, rest, column, K, BLOCK, COLUMNS)
-        of_g += load_tokens(d_g + place_of, step, rest, column, K, BLOCK, COLUMNS)
-        store_tokens(d_q + place_of, step, rest, column, of_q, K, BLOCK, COLUMNS)
-        store_tokens(d_k + place_of, step, rest, column, of_r, K, BLOCK, COLUMNS)
-        store_tokens(d_write + place_of, step, rest, column, of_w, K, BLOCK, COLUMNS)
-        store_tokens(d_g + place_of, step, rest, column, of_g, K, BLOCK, COLUMNS)
+        return d_states, d_errors, d_first, d_v
+
+    def differentiate(
+        self, products: Tensor, d_output: Tensor, states: Tensor, written: Tensor, d_states: Tensor, d_errors: Tensor
+    ) -> list[Tensor]:
+        """The gradients of q, k, the writes, value keys and gates, [B, T, H, K] in float32."""
+        d_products = torch.empty_like(products)
+        entry, own = self.entry("differentiate_products"), self.flags["HAS_VALUE_KEY"]
+        self.launch(
+            differentiate_products, "differentiate_products", self.slots * self.heads, (self.v,), V=self.value_dim,
+            HAS_VALUE_KEY=own, BLOCK_V=min(entry.step, block_width(self.value_dim)),
+        )(
+            self.v, self.cu_seqlens, self.sequence_of, d_output, written, d_errors, *(_four(d_products, a_first=True)),
+        )  # fmt: skip
+        gradients = [self.k.new_empty(self.k.shape, dtype=torch.float32) for _ in range(5 if own else 4)]
+        d_q, d_k, d_write, *d_value_key, d_g = gradients
+        tensors = (self.q, self.k, self.v, self.write, self.beta, self.value_key, self.g)
+        entry = self.entry("differentiate")
+        columns = min(entry.block, block_width(self.key_dim))
+        self.launch(
+            differentiate, "differentiate", self.slots * self.heads * cdiv(self.key_dim, columns), tensors,
+            K=self.key_dim, V=self.value_dim, COLUMNS=columns, BLOCK_V=min(entry.step, block_width(self.value_dim)),
+            **self.flags,
+        )(
+            *tensors, self.cu_seqlens, self.sequence_of, d_output, states, d_states, written, d_errors,
+            *_four(d_products, a_first=True), d_q, d_k, d_write, *(d_value_key or (d_write,)), d_g,
+        )  # fmt: skip
+        return gradients
+
+    def _widths(self, name: str) -> dict[str, Any]:
+        widths = {"K": self.key_dim, "V": self.value_dim, "BLOCK_K": block_width(self.key_dim)}
+        return {**widths, "BLOCK_V": self._value_columns(name), **self.flags}
+
+    def _value_columns(self, name: str) -> int:
+        return min(self.entry(name).block, block_width(self.value_dim))
+
+    def _programs(self, name: str) -> int:
+        return self.sequences * self.heads * cdiv(self.value_dim, self._value_columns(name))
+
+
+def _four(products: Tensor, a_first: bool = False) -> tuple[Tensor, ...]:
+    """L (or X), A, M and N, or A, L, N and M; without value keys the last two stand for nothing."""
+    lower, attention, *values = products
+    lower_values, attention_values = values or (lower, attention)
+    if a_first:
+        return attention, lower, attention_values, lower_values
+    return lower, attention, lower_values, attention_values
+
+
+@custom_op("delta_rule_channels")
+def delta_rule_channels(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None,
+    write_key: Tensor | None,
+    value_key: Tensor | None,
+    g: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    before: bool,
+    reverse: int,
+    half: bool,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output [B, T, H, V] in v's type, final state in float32, and X, A, M and N (empty unless `keep`)."""
+    call = _Call.of(q, k, v, beta, write_key, value_key, g, cu_seqlens, scale, before, reverse, half)
+    products = call.relate()
+    output, last, _, _ = call.walk(products, None if initial_state is None else initial_state.contiguous(), False)
+    return output, last, products if keep else products.new_empty((0,))
+
+
+@delta_rule_channels.register_fake
+def _(q, k, v, beta, write_key, value_key, g, initial_state, cu_seqlens, scale, before, reverse, half, keep):
+    batch, tokens, heads, key_dim = k.shape
+    chunk = CHUNKS[2 if half else 4]
+    sequences, slots = count_sequences(batch, cu_seqlens), count_slots(batch, tokens, chunk, cu_seqlens)
+    products = (2 if value_key is None else 4, slots, heads, chunk, chunk) if keep else (0,)
+    final = k.new_empty((sequences, heads, key_dim, v.shape[3]), dtype=torch.float32)
+    return v.new_empty(v.shape), final, k.new_empty(products, dtype=torch.float32)
+
+
+@custom_op("delta_rule_channels_backward")
+def delta_rule_channels_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None,
+    write_key: Tensor | None,
+    value_key: Tensor | None,
+    g: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    products: Tensor,
+    d_output: Tensor,
+    d_final: Tensor | None,
+    scale: float,
+    before: bool,
+    reverse: int,
+    half: bool,
+) -> list[Tensor]:
+    """Gradients of v, the first states, q, k, the writes (beta times the write keys), value keys if given, and gates
+    [B, T, H, K]. All but that of v are float32.
+    """
+    call = _Call.of(q, k, v, beta, write_key, value_key, g, cu_seqlens, scale, before, reverse, half)
+    d_output = d_output.contiguous()
+    products = products if products.numel() else call.relate()
+    _, _, states, written = call.walk(products, None if initial_state is None else initial_state.contiguous(), True)
+    d_final = None if d_final is None else d_final.contiguous()
+    d_states, d_errors, d_first, d_v = call.retreat(products, d_output, d_final)
+    return [d_v, d_first, *call.differentiate(products, d_output, states, written, d_states, d_errors)]
+
+
+@delta_rule_channels_backward.register_fake
+def _(
+    q, k, v, beta, write_key, value_key, g, initial_state, cu_seqlens, products, d_output, d_final, scale, before,
+    reverse, half,
+):  # fmt: skip
+    sequences = count_sequences(k.shape[0], cu_seqlens)
+    d_first = k.new_empty((sequences, *k.shape[2:], v.shape[3]), dtype=torch.float32)
+    count = 4 if value_key is None else 5
+    return [
+        d_output.new_empty(d_output.shape),
+        d_first,
+        *(torch.empty_like(k, dtype=torch.float32) for _ in range(count)),
+    ]
+
+
+def _setup_context(ctx, inputs, output):
+    *tensors, ctx.scale, ctx.before, ctx.reverse, ctx.half, _ = inputs
+    ctx.save_for_backward(*tensors, output[2])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, d_output, d_final, _):
+    q, k, v, beta, write_key, value_key, g, initial_state, cu_seqlens, products = ctx.saved_tensors
+    if d_output is None:
+        d_output = torch.zeros_like(v)
+    d_v, d_first, d_q, d_k, d_write, *d_value_key, d_g = delta_rule_channels_backward(
+        *(q, k, v, beta, write_key, value_key, g, initial_state, cu_seqlens, products, d_output, d_final),
+        *(ctx.scale, ctx.before, ctx.reverse, ctx.half),
+    )
+    d_beta = None if beta is None else (d_write * (k if write_key is None else write_key)).sum(-1).to(beta.dtype)
+    d_own = d_write if beta is None else d_write * beta.unsqueeze(-1)
+    if write_key is None:
+        d_k = d_k + d_own
+    return (
+        d_q.to(q.dtype),
+        d_k.to(k.dtype),
+        d_v.to(v.dtype),
+        d_beta,
+        None if write_key is None else d_own.to(write_key.dtype),
+        None if value_key is None else d_value_key[0].to(value_key.dtype),
+        None if g is None else (d_g if g.dim() == 4 else d_g.sum(-1)).to(g.dtype),
+        None if initial_state is None else d_first.to(initial_state.dtype),
+        *(None,) * 6,
+    )
+
+
+delta_rule_channels.register_autograd(_differentiate, setup_context=_setup_context)
+
+
+def delta_rule_channels_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None,
+    write_key: Tensor | None,
+    value_key: Tensor | None,
+    g: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    scale: float,
+    read_before_decay: bool,
+    reverse: Reverse,
+    recompute: bool,
+) -> tuple[Tensor, Tensor]:
+    """Output and final state of `delta_rule`."""
+    tensors = (q, k, v, beta, write_key, value_key, g, initial_state)
+    differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    options = (float(scale), read_before_decay, number_of(reverse), v.dtype.itemsize == 2)
+    return delta_rule_channels(*tensors, cu_seqlens, *options, differentiable and not recompute)[:2]
