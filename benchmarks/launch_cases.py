@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 import torch
 
+from longseq.kernels.delta_rule import TRITON_CHANNELS
 from longseq.kernels.self_test_cases import TRIALS, Case, stateless
 
 # Heads that fill a GPU without segments of time, and as many tokens. Triton compiles kernels of their own for numbers
@@ -38,7 +39,9 @@ def list_cases(op: str, widths: Mapping[str, int], dtype: torch.dtype) -> list[C
 
 def _delta_rule(widths: Mapping[str, int], dtype: torch.dtype) -> list[Case]:
     unpacked = {kind: _delta_rule_of(kind, widths, dtype) for kind in ("", "gated")}
-    return [*unpacked[""][0], *unpacked["gated"][0], *unpacked[""][1], *unpacked["gated"][1]]
+    channels = [Case(variant, 130, kind="channels") for variant in ("channel", "channel_added_before")]
+    channels = [*channels, *(case.packed() for case in channels)] if widths["K"] <= TRITON_CHANNELS else []
+    return [*unpacked[""][0], *unpacked["gated"][0], *unpacked[""][1], *unpacked["gated"][1], *channels]
 
 
 def _delta_rule_of(kind: str, widths: Mapping[str, int], dtype: torch.dtype) -> tuple[list[Case], list[Case]]:

@@ -81,6 +81,19 @@ def _fla_gated_delta_rule(tensors: Tensors, options: Mapping[str, Any]) -> Tenso
     return chunk_gated_delta_rule(**tensors, scale=options["scale"])[0]
 
 
+def _fla_kda(tensors: Tensors, options: Mapping[str, Any]) -> Tensor:
+    from fla.ops.kda import chunk_kda
+
+    return chunk_kda(**tensors, scale=options["scale"])[0]
+
+
+def _fla_rwkv7(tensors: Tensors, options: Mapping[str, Any]) -> Tensor:
+    from fla.ops.rwkv7 import chunk_rwkv7
+
+    q, k, v, write_key, value_key, g = (tensors[name] for name in ("q", "k", "v", "write_key", "value_key", "g"))
+    return chunk_rwkv7(r=q, w=g, k=value_key, v=v, a=-k, b=write_key, scale=options["scale"])[0]
+
+
 def _fla_linear_attention(tensors: Tensors, options: Mapping[str, Any]) -> Tensor:
     from fla.ops.linear_attn import chunk_linear_attn
 
@@ -109,6 +122,8 @@ def _fla_gsa(tensors: Tensors, options: Mapping[str, Any]) -> Tensor:
 _FLA: dict[tuple[str, str], Callable[[Tensors, Mapping[str, Any]], Tensor]] = {
     ("delta_rule", "plain"): _fla_delta_rule,
     ("delta_rule", "gated"): _fla_gated_delta_rule,
+    ("delta_rule", "channel"): _fla_kda,
+    ("delta_rule", "channel_added_before"): _fla_rwkv7,
     ("linear_attention", "plain"): _fla_linear_attention,
     ("linear_attention", "head_gated"): _fla_simple_gla,
     ("linear_attention", "channel_gated"): _fla_gla,

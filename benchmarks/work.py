@@ -61,6 +61,9 @@ TABLE = (
     _heads("delta_rule", "plain", 8, 2048, 32, 64),
     _heads("delta_rule", "plain", 8, 2048, 8, 256),
     _heads("delta_rule", "plain", 128, 197, 6, 64),
+    _heads("delta_rule", "channel", 8, 2048, 16, 128),
+    _heads("delta_rule", "channel", 1, 65536, 16, 128),
+    _heads("delta_rule", "channel_added_before", 8, 2048, 32, 64),
     _heads("linear_attention", "channel_gated", 8, 2048, 16, 128),
     _slots(8, 2048, 4, 512, 64),
     _scan("longhorn_scan", 8, 2048, 4096, 16),
@@ -88,6 +91,7 @@ OWN = (
 )
 TINY = (
     _heads("delta_rule", "plain", 1, 40, 2, 16),
+    _heads("delta_rule", "channel", 1, 40, 2, 16),
     _heads("linear_attention", "channel_gated", 1, 40, 2, 16),
     Work("slot_attention", {"B": 1, "T": 40, "H": 2, "K": 16, "V": 16, "M": 8}, "plain"),
     _scan("longhorn_scan", 1, 40, 8, 4),

@@ -117,9 +117,14 @@ TRIALS: dict[str, Trial] = {
     "cumulative_softmax": Trial({"M": 64}, (Case("plain", 70),)),
     "delta_rule": Trial(
         {"K": 64, "V": 64},
-        (*_delta_rule("", ""), *_delta_rule("gated", "gated_")),
+        (
+            *_delta_rule("", ""),
+            *_delta_rule("gated", "gated_"),
+            *(stateless(variant, 80, heads=80, kind="channels") for variant in ("channel", "channel_added_before")),
+            *(stateless(variant, 130, kind="channels") for variant in ("extreme_channel_decay", "before", "added")),
+            stateless("channel", 130, kind="channels").without_gradient(),
+        ),
         mixed=("beta", "g"),
-        steps=("channel", "added", "channel_added_before"),
     ),
     "head_features": Trial(
         {"H": 2, "K": 64, "V": 64},

@@ -200,6 +200,7 @@ def _generator(device: torch.device | str, seed: int) -> torch.Generator | None:
     "added",
     "before",
     "channel_added_before",
+    "extreme_channel_decay",
 )
 def _delta_rule(sampler: InputSampler, variant: str) -> Inputs:
     heads, key_dim, value_dim = sampler.size(H=2, K=4, V=3)
@@ -214,7 +215,8 @@ def _delta_rule(sampler: InputSampler, variant: str) -> Inputs:
     if "gated" in variant or variant == "before":
         sequences["g"] = -sampler.uniform(*shape)
     if "channel" in variant:
-        sequences["g"] = -sampler.uniform(*shape, key_dim)
+        wide = *shape, key_dim
+        sequences["g"] = sampler.decays(*wide) if variant.startswith("extreme") else -sampler.uniform(*wide)
     if "added" in variant:
         sequences["value_key"] = sampler.unit(*shape, key_dim)
     if "added_before" in variant:  # as in RWKV-7: a write key in place of beta

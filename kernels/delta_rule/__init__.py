@@ -14,6 +14,7 @@ from longseq.kernels.reading import Reverse
 __all__ = ["delta_rule", "delta_rule_step"]
 
 TRITON_WIDTH = 256  # rows and columns of a state
+TRITON_CHANNELS = 128  # rows, for calls of the kind "channels"
 
 
 def _check(op: str, beta: Tensor | None, write_key: Tensor | None, **_: Any) -> None:
@@ -22,12 +23,15 @@ def _check(op: str, beta: Tensor | None, write_key: Tensor | None, **_: Any) -> 
 
 
 def _kind(v: Tensor, g: Tensor | None, value_key: Tensor | None, read_before_decay: bool, **_: Any) -> str:
-    decay = "" if g is None else "gated" if g.dim() < v.dim() else "channel"
-    return decay + ("+added" if value_key is not None else "") + ("+before" if decay and read_before_decay else "")
+    if value_key is not None or (g is not None and (read_before_decay or g.dim() == v.dim())):
+        return "channels"
+    return "" if g is None else "gated"
 
 
 def _triton_reasons(call: Call) -> list[str]:
-    return [] if call.kind in ("", "gated") else [f"it has no kernels for calls of kind {call.kind!r}"]
+    if call.kind == "channels" and call.sizes.get("K", 0) > TRITON_CHANNELS:
+        return [f"it takes up to {TRITON_CHANNELS} key channels with decays of their own, value keys or early reads"]
+    return []
 
 
 _RECURRENCE = Recurrence(

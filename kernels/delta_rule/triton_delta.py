@@ -26,6 +26,7 @@ from longseq.kernels.delta_rule.triton_backward import (
     retreat,
     weigh_rows,
 )
+from longseq.kernels.delta_rule.triton_channels import delta_rule_channels_triton
 from longseq.kernels.delta_rule.triton_forward import advance, prepare, read_out, read_through
 from longseq.kernels.delta_rule.triton_kept import TILE, count_gradient_units, count_units
 from longseq.kernels.delta_rule.triton_segments import BOTH, QUERIES, connect, count_held, summarize
@@ -873,7 +874,7 @@ def delta_rule_triton(
     beta: Tensor | None,
     *,
     write_key: Tensor | None,
-    value_key: None,
+    value_key: Tensor | None,
     g: Tensor | None,
     read_before_decay: bool,
     scale: float,
@@ -884,15 +885,21 @@ def delta_rule_triton(
     reverse: Reverse,
     recompute: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """`delta_rule` in Triton kernels. `chunk_size` has no meaning here: the table says how tokens are cut.
+    """`delta_rule` in Triton kernels. `chunk_size` has no meaning here: the tables say how tokens are cut.
 
     Products are of float16 numbers where the values, and so the output, are of half precision. Keys and queries that
     come in float32 beside them, from a norm, keep their gradients in float32.
     """
+    cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(k.device)
+    if value_key is not None or (g is not None and (read_before_decay or g.dim() == v.dim())):
+        o, final = delta_rule_channels_triton(
+            *(q, k, v, beta, write_key, value_key, g, initial_state, cu_seqlens),
+            *(scale, read_before_decay and g is not None, reverse, recompute),
+        )
+        return o, final if output_final_state else None
     beta = torch.ones_like(v[..., 0]) if beta is None else beta
     tensors = (q, k, v, beta, write_key, g, initial_state)
     differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(k.device)
     keep = differentiable and not recompute, differentiable and recompute
     options = (float(scale), number_of(reverse), v.dtype.itemsize == 2, *keep)
     o, final, *_ = delta_rule(q, k, v, beta, write_key, g, initial_state, cu_seqlens, *options)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from cases import cases
 from kernel_inputs import (
-    WITHOUT_KERNELS,
     Inputs,
     assert_accurate,
     assert_equal_up_to_rounding,
@@ -375,8 +374,7 @@ def test_a_gpu_gives_the_same(op, variant, tokens):
     inputs = make_inputs(op, variant, tokens=tokens, dtype=torch.float32)
     peer = gradients(inputs, backend="reference")
     exact = gradients(inputs.map(torch.Tensor.double), backend="reference")
-    kernels_take = (op, variant) not in WITHOUT_KERNELS
-    for backend in [form for form in list_forms(op, "cuda", torch.float32) if kernels_take or form != "triton"]:
+    for backend in list_forms(op, "cuda", torch.float32):
         actual = gradients(inputs.to("cuda"), backend=backend)
         for name, value in exact.items():
             # The last term is the error of the hardware's exp, sigmoid and division, which matters in float32 only.

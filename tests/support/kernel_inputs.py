@@ -23,7 +23,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "add_norm": ("bias", "centred"),
     "convolved_features": ("one_tap",),
     "cumulative_softmax": ("extreme_logits",),
-    "delta_rule": ("beta_0", "beta_1", "beta_2", "repeated_keys", "extreme_decay", "extreme_channel_decay"),
+    "delta_rule": ("beta_0", "beta_1", "beta_2", "repeated_keys", "extreme_decay"),
     "head_features": ("identity",),
     "linear_attention": ("extreme_head_decay",),
     "longhorn_scan": ("beta_0", "beta_1", "repeated_keys", "extreme_decay"),
@@ -59,13 +59,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "unnormalized_alpha": {"normalize_alpha": False},
     "unnormalized_key": {"normalize_key": False},
 }
-
-
-# Variants of the delta rule that only torch computes so far.
-WITHOUT_KERNELS = [
-    ("delta_rule", variant)
-    for variant in ("channel", "channel_write_key", "added", "before", "channel_added_before", "extreme_channel_decay")
-]
 
 
 class Inputs(self_test_inputs.Inputs):
@@ -158,8 +151,6 @@ def change(inputs: Inputs, op: str, variant: str, sampler: InputSampler) -> Inpu
         named["delta"] = -sampler.decays(*named["delta"].shape)
     elif variant == "extreme_decay" and op == "slot_attention":
         named["g"] = sampler.decays(*named["g"].shape)
-    elif variant == "extreme_channel_decay" and op == "delta_rule":
-        named["g"] = sampler.decays(*named["q"].shape)
     elif variant in ("extreme_decay", "extreme_head_decay"):
         named["g"] = sampler.decays(*named["q"].shape[:3])
     elif variant == "l1":
