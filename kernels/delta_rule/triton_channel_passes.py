@@ -6,10 +6,10 @@ puts X = (I + L)^{-1} in place of L. `walk` passes the state from chunk to chunk
 gradients of L, A, M and N, and `differentiate` those of the inputs.
 
 A decay between two tokens is the exponential of the sum of the gates between them. As a factor for each token it would
-leave float32's range. So a chunk has blocks of BLOCK tokens. For tokens of different blocks both factors begin or end
-at the start of the later block, and are at most 1. Inside a block they begin and end at its middle, if its gates add up
-to no less than -MILD; else tokens are taken one by one. All sums are over their own range: differences of sums would
-lose what follows a strong gate.
+leave float32's range. So a chunk has blocks of BLOCK tokens. For tokens of different blocks one factor ends and the
+other begins at the start of the later block, and both are at most 1. Inside a block there are four levels: tokens in
+the halves of 2, 4, 8 and 16 tokens are separated at the middle. All sums are over their own range: differences of sums
+would lose what follows a strong gate.
 """
 
 import triton
@@ -34,25 +34,46 @@ from longseq.kernels.triton_tiles import (
 )
 
 BLOCK = tl.constexpr(16)
-MILD = tl.constexpr(60.0)
+LEVELS = tl.constexpr(4)  # BLOCK is 2 to the power of it
+STEEPEST = tl.constexpr(-104.0)  # e to the power of it is 0 in float32, as of every smaller number
 SIZES = ["T", "H"]
 
 
 @triton.jit
+def load_gates(g, stride, live, column, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Log gates [ROWS, COLUMNS] in float32, clamped so that their sums are finite and exact enough."""
+    gates = load_tokens(g, stride, live, column, K, ROWS, COLUMNS).to(tl.float32)
+    return tl.maximum(gates, STEEPEST, tl.PropagateNan.ALL)
+
+
+@triton.jit
 def sums_before(g, stride, live, column, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Sums of the gates of a block's tokens before each token, [ROWS, COLUMNS]; `g` points to the first token."""
+    """Sums of the gates before each token, from the first token on, to which `g` points, [ROWS, COLUMNS]."""
     i = tl.arange(0, ROWS)
     e = column + tl.arange(0, COLUMNS)
     mask = ((i > 0) & (i - 1 < live))[:, None] & (e < K)[None, :]
     gates = tl.load(g + (i - 1)[:, None] * stride + e[None, :], mask=mask, other=0.0).to(tl.float32)
-    return tl.cumsum(gates, 0)
+    return tl.cumsum(tl.maximum(gates, STEEPEST, tl.PropagateNan.ALL), 0)
 
 
 @triton.jit
 def sums_after(g, stride, live, column, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Sums of the gates of the tokens after each token, up to `live` tokens in all, [ROWS, COLUMNS]."""
-    gates = load_tokens(g + stride, stride, tl.minimum(live, ROWS) - 1, column, K, ROWS, COLUMNS).to(tl.float32)
+    """Sums of the gates after each token, up to `live` tokens in all, [ROWS, COLUMNS]."""
+    gates = load_gates(g + stride, stride, tl.minimum(live, ROWS) - 1, column, K, ROWS, COLUMNS)
     return tl.cumsum(gates, 0, reverse=True)
+
+
+@triton.jit
+def add_where(mask, x):
+    """Sums of the rows of x that each row of a mask names. Nothing is added and subtracted again."""
+    return tl.dot(tl.where(mask, 1.0, 0.0), x, input_precision="tf32x3")
+
+
+@triton.jit
+def strictly_before(SIZE: tl.constexpr):
+    """A mask [SIZE, SIZE]: the column's token is before that of the row."""
+    i = tl.arange(0, SIZE)
+    return i[:, None] > i[None, :]
 
 
 @triton.jit
@@ -68,42 +89,33 @@ def load_writes(
 
 
 @triton.jit
-def _products_one_by_one(q, r, w, gates, SIZE: tl.constexpr, BEFORE: tl.constexpr):
-    """Products of the tokens of one block with those before them, which a decay of any strength separates.
+def _level(gates, level: tl.constexpr, BEFORE: tl.constexpr, SIZE: tl.constexpr):
+    """Decays of a level, which pairs the tokens of the two halves of each 2 HALF = 2^(level + 1) tokens of a block.
 
-    Returns [SIZE, SIZE] of q and of r. Column j is made after column j + 1: the sums of gates grow by one gate.
+    Returns the mask of the pairs (row after the middle, column before it), that of tokens in the same half, and the
+    decays of queries and reads since the middle and of writes until it.
     """
     i = tl.arange(0, SIZE)
-    of_q = tl.zeros((SIZE, SIZE), tl.float32)
-    of_r = tl.zeros((SIZE, SIZE), tl.float32)
-    between = gates * 0.0
-    between_read = gates * 0.0
-    for m in range(0, SIZE):
-        j = SIZE - 1 - m
-        here = (i == j)[:, None]
-        writes = tl.sum(tl.where(here, w, 0.0), 0)[None, :]
-        gate = tl.sum(tl.where(here, gates, 0.0), 0)[None, :]
-        column = (i == j)[None, :]
-        of_q = tl.where(column, tl.sum(q * writes * tl.exp(between), 1)[:, None], of_q)
-        of_r = tl.where(column, tl.sum(r * writes * tl.exp(between_read), 1)[:, None], of_r)
-        between = tl.where((i >= j)[:, None], between + gate, 0.0)
-        between_read = tl.where((i > j)[:, None], between_read + gate, 0.0) if BEFORE else between
-    return of_q, of_r
+    half = i // 2**level
+    same = half[:, None] == half[None, :]
+    since = add_where(same & (i[:, None] >= i[None, :]), gates)
+    since_read = add_where(same & (i[:, None] > i[None, :]), gates) if BEFORE else since
+    until = add_where(same & (i[:, None] < i[None, :]), gates)
+    pairs = (half[:, None] == half[None, :] + 1) & (half % 2 == 1)[:, None]
+    return pairs, same, tl.exp(since), tl.exp(since_read), tl.exp(until)
 
 
 @triton.jit
-def _products_in_block(
-    q, r, w, gates, until, until_read, SIZE: tl.constexpr, BEFORE: tl.constexpr, PRECISION: tl.constexpr
-):
-    """Products of the tokens of one block, [SIZE, SIZE] of q and of r with w, with any numbers above the diagonal."""
+def _products_in_block(q, r, w, gates, SIZE: tl.constexpr, BEFORE: tl.constexpr, PRECISION: tl.constexpr):
+    """Products of the tokens of one block, [SIZE, SIZE] of q and of r with w: lower and strictly lower triangular."""
     i = tl.arange(0, SIZE)
-    if tl.min(until) >= -MILD:
-        middle = tl.sum(tl.where((i == SIZE // 2)[:, None], until, 0.0), 0)[None, :]
-        right = tl.trans(w * tl.exp(middle - until))
-        of_q = tl.dot(q * tl.exp(until - middle), right, input_precision=PRECISION)
-        of_r = tl.dot(r * tl.exp(until_read - middle), right, input_precision=PRECISION)
-    else:
-        of_q, of_r = _products_one_by_one(q, r, w, gates, SIZE, BEFORE)
+    of_q = tl.where(i[:, None] == i[None, :], tl.sum(q * w, 1)[:, None], 0.0)
+    of_r = tl.zeros((SIZE, SIZE), tl.float32)
+    for level in tl.static_range(LEVELS):
+        pairs, _, since, since_read, until = _level(gates, level, BEFORE, SIZE)
+        right = tl.trans(w * until)
+        of_q += tl.where(pairs, tl.dot(q * since, right, input_precision=PRECISION), 0.0)
+        of_r += tl.where(pairs, tl.dot(r * since_read, right, input_precision=PRECISION), 0.0)
     return of_q, of_r
 
 
@@ -146,7 +158,7 @@ def relate(
     own_q, own_r = tl.zeros((BLOCK, BLOCK), tl.float32), tl.zeros((BLOCK, BLOCK), tl.float32)
     values_q, values_r, own_values_q, own_values_r = of_q, of_r, own_q, own_r
     for column in tl.static_range(0, K, COLUMNS):
-        gates = load_tokens(g + before * g_step, g_step, rest, column, K, BLOCK, COLUMNS).to(tl.float32)
+        gates = load_gates(g + before * g_step, g_step, rest, column, K, BLOCK, COLUMNS)
         until = tl.cumsum(gates, 0)
         until_read = sums_before(g + before * g_step, g_step, rest, column, K, BLOCK, COLUMNS) if BEFORE else until
         queries = load_tokens(q + before * q_step, q_step, rest, column, K, BLOCK, COLUMNS).to(tl.float32)
@@ -168,30 +180,21 @@ def relate(
             write + before * write_step, beta + before * beta_step, write_step, beta_step, rest, column, K, HAS_BETA,
             BLOCK, COLUMNS,
         )  # fmt: skip
-        more_q, more_r = _products_in_block(queries, reads, writes, gates, until, until_read, BLOCK, BEFORE, PRECISION)
+        more_q, more_r = _products_in_block(queries, reads, writes, gates, BLOCK, BEFORE, PRECISION)
         own_q += more_q
         own_r += more_r
         if HAS_VALUE_KEY:
             added = load_tokens(value_key + before * value_step, value_step, rest, column, K, BLOCK, COLUMNS)
-            more_q, more_r = _products_in_block(
-                queries, reads, added.to(tl.float32), gates, until, until_read, BLOCK, BEFORE, PRECISION
-            )
+            more_q, more_r = _products_in_block(queries, reads, added.to(tl.float32), gates, BLOCK, BEFORE, PRECISION)
             own_values_q += more_q
             own_values_r += more_r
 
-    i = tl.arange(0, BLOCK)
-    not_after, strictly_before = i[:, None] >= i[None, :], i[:, None] > i[None, :]
     place *= CHUNK * CHUNK
-    _store_products(lower + place, before, of_r, tl.where(strictly_before, own_r, 0.0), BLOCK, CHUNK)
-    _store_products(attention + place, before, of_q * scale, tl.where(not_after, own_q, 0.0) * scale, BLOCK, CHUNK)
+    _store_products(lower + place, before, of_r, own_r, BLOCK, CHUNK)
+    _store_products(attention + place, before, of_q * scale, own_q * scale, BLOCK, CHUNK)
     if HAS_VALUE_KEY:
-        _store_products(
-            lower_values + place, before, values_r, tl.where(strictly_before, own_values_r, 0.0), BLOCK, CHUNK
-        )
-        _store_products(
-            attention_values + place, before, values_q * scale, tl.where(not_after, own_values_q, 0.0) * scale, BLOCK,
-            CHUNK,
-        )  # fmt: skip
+        _store_products(lower_values + place, before, values_r, own_values_r, BLOCK, CHUNK)
+        _store_products(attention_values + place, before, values_q * scale, own_values_q * scale, BLOCK, CHUNK)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -249,7 +252,7 @@ def walk(
         place = (slot + m) * H + head
         if SAVE:
             store_block(states + place * K * V, 0, column, state, K, V, BLOCK_K, BLOCK_V)
-        gates = load_tokens(g + t * g_token, g_token * NEXT, live, 0, K, CHUNK, BLOCK_K).to(tl.float32)
+        gates = load_gates(g + t * g_token, g_token * NEXT, live, 0, K, CHUNK, BLOCK_K)
         until = tl.cumsum(gates, 0)
         until_read = until
         if BEFORE:
@@ -346,7 +349,7 @@ def retreat(
         else:
             d_value = d_error
         store_tokens(d_v + t * H * V, H * V * NEXT, live, column, d_value, V, CHUNK, BLOCK_V)
-        gates = load_tokens(g + t * g_token, g_token * NEXT, live, 0, K, CHUNK, BLOCK_K).to(tl.float32)
+        gates = load_gates(g + t * g_token, g_token * NEXT, live, 0, K, CHUNK, BLOCK_K)
         until = tl.cumsum(gates, 0)
         queries = load_tokens(q + t * q_token, q_token * NEXT, live, 0, K, CHUNK, BLOCK_K).to(tl.float32)
         d_state *= tl.exp(tl.sum(gates, 0))[:, None]
@@ -385,59 +388,45 @@ def differentiate_products(
             d_n = tl.dot(d_o, right, d_n, input_precision=PRECISION)
             d_m = tl.dot(d_error, right, d_m, input_precision=PRECISION)
     i = tl.arange(0, CHUNK)
-    not_after, strictly_before = i[:, None] >= i[None, :], i[:, None] > i[None, :]
+    not_after, earlier = i[:, None] >= i[None, :], strictly_before(CHUNK)
     place *= CHUNK * CHUNK
     store_block(d_attention + place, 0, 0, tl.where(not_after, d_a * scale, 0.0), CHUNK, CHUNK, CHUNK, CHUNK)
-    store_block(d_lower + place, 0, 0, tl.where(strictly_before, -d_l, 0.0), CHUNK, CHUNK, CHUNK, CHUNK)
+    store_block(d_lower + place, 0, 0, tl.where(earlier, -d_l, 0.0), CHUNK, CHUNK, CHUNK, CHUNK)
     if HAS_VALUE_KEY:
         store_block(d_attention_values + place, 0, 0, tl.where(not_after, d_n * scale, 0.0), CHUNK, CHUNK, CHUNK, CHUNK)
-        store_block(d_lower_values + place, 0, 0, tl.where(strictly_before, -d_m, 0.0), CHUNK, CHUNK, CHUNK, CHUNK)
+        store_block(d_lower_values + place, 0, 0, tl.where(earlier, -d_m, 0.0), CHUNK, CHUNK, CHUNK, CHUNK)
 
 
 @triton.jit
-def _through_block(
-    q, r, w, gates, until, until_read, d_q, d_r, SIZE: tl.constexpr, BEFORE: tl.constexpr, PRECISION: tl.constexpr
-):
-    """Gradients of q, r, w and the gates through `_products_in_block`, for gradients d_q, d_r [SIZE, SIZE] of these.
-
-    Where gates are mild, that of a gate is a difference of sums over the block, else the sum of what it acts on.
-    """
+def _through_block(q, r, w, gates, d_q, d_r, SIZE: tl.constexpr, BEFORE: tl.constexpr, PRECISION: tl.constexpr):
+    """Gradients of q, r, w and the gates through `_products_in_block`, for gradients d_q, d_r [SIZE, SIZE] of these."""
     i = tl.arange(0, SIZE)
-    if tl.min(until) >= -MILD:
-        middle = tl.sum(tl.where((i == SIZE // 2)[:, None], until, 0.0), 0)[None, :]
-        right, left, left_read = tl.exp(middle - until), tl.exp(until - middle), tl.exp(until_read - middle)
-        of_q = tl.dot(d_q, w * right, input_precision=PRECISION) * left
-        of_r = tl.dot(d_r, w * right, input_precision=PRECISION) * left_read
-        of_w = tl.dot(tl.trans(d_q), q * left, input_precision=PRECISION)
-        of_w = tl.dot(tl.trans(d_r), r * left_read, of_w, input_precision=PRECISION) * right
-        later, later_read = q * of_q - w * of_w, r * of_r
-        of_g = tl.cumsum(later, 0, reverse=True)
-        of_g += tl.cumsum(later_read, 0, reverse=True)
-        if BEFORE:
-            of_g -= later_read  # a read before the decay lacks its own gate
-    else:
-        of_q, of_r, of_w, of_g = q * 0.0, q * 0.0, q * 0.0, q * 0.0
-        between = gates * 0.0
-        between_read = gates * 0.0
-        for m in range(0, SIZE):
-            j = SIZE - 1 - m
-            here = (i == j)[:, None]
-            writes = tl.sum(tl.where(here, w, 0.0), 0)[None, :]
-            gate = tl.sum(tl.where(here, gates, 0.0), 0)[None, :]
-            column_q = tl.sum(tl.where((i == j)[None, :], d_q, 0.0), 1)[:, None]
-            column_r = tl.sum(tl.where((i == j)[None, :], d_r, 0.0), 1)[:, None]
-            pair_q, pair_r = column_q * tl.exp(between), column_r * tl.exp(between_read)
-            of_q += pair_q * writes
-            of_r += pair_r * writes
-            written = q * pair_q + r * pair_r
-            of_w += tl.where(here, tl.sum(written, 0)[None, :], 0.0)
-            straddling = tl.cumsum(written * writes, 0, reverse=True)
-            if BEFORE:
-                straddling -= r * pair_r * writes
-            of_g += tl.where((i > j)[:, None], straddling, 0.0)
-            between = tl.where((i >= j)[:, None], between + gate, 0.0)
-            between_read = tl.where((i > j)[:, None], between_read + gate, 0.0) if BEFORE else between
+    own = tl.sum(tl.where(i[:, None] == i[None, :], d_q, 0.0), 1)[:, None]
+    of_q, of_r, of_w = own * w, w * 0.0, own * q
+    of_g = of_r
+    for level in tl.static_range(LEVELS):
+        pairs, same, since, since_read, until = _level(gates, level, BEFORE, SIZE)
+        left, left_read = tl.where(pairs, d_q, 0.0), tl.where(pairs, d_r, 0.0)
+        more_q = tl.dot(left, w * until, input_precision=PRECISION) * since
+        more_r = tl.dot(left_read, w * until, input_precision=PRECISION) * since_read
+        more_w = tl.dot(tl.trans(left), q * since, input_precision=PRECISION)
+        more_w = tl.dot(tl.trans(left_read), r * since_read, more_w, input_precision=PRECISION) * until
+        of_q += more_q
+        of_r += more_r
+        of_w += more_w
+        of_g += sum_of_reads(q * more_q, r * more_r, same, BEFORE, SIZE)
+        of_g += add_where(same & strictly_before(SIZE), w * more_w)
     return of_q, of_r, of_w, of_g
+
+
+@triton.jit
+def sum_of_reads(queries, reads, among, BEFORE: tl.constexpr, SIZE: tl.constexpr):
+    """For each gate the sum over the queries and reads, among those of a mask, that it decays."""
+    i = tl.arange(0, SIZE)
+    not_before = among & (i[:, None] <= i[None, :])
+    if BEFORE:  # a read before the decay lacks its own gate
+        return add_where(not_before, queries) + add_where(among & (i[:, None] < i[None, :]), reads)
+    return add_where(not_before, queries + reads)
 
 
 @triton.jit
@@ -510,7 +499,7 @@ def differentiate(
         if HAS_VALUE_KEY:
             values = load_tokens(v, v_step, live, start, V, CHUNK, BLOCK_V).to(tl.float32)
             of_a = tl.dot(values, tl.trans(d_state), of_a, input_precision=PRECISION)
-    gates = load_tokens(g, g_step, live, column, K, CHUNK, COLUMNS).to(tl.float32)
+    gates = load_gates(g, g_step, live, column, K, CHUNK, COLUMNS)
     until = tl.cumsum(gates, 0)
     until_read = sums_before(g, g_step, live, column, K, CHUNK, COLUMNS) if BEFORE else until
     later = tl.exp(sums_after(g, g_step, live, column, K, CHUNK, COLUMNS))
@@ -522,15 +511,14 @@ def differentiate(
     store_tokens(d_write, step, live, column, of_w, K, CHUNK, COLUMNS)
     of_g = load_tokens(q, q_step, live, column, K, CHUNK, COLUMNS).to(tl.float32) * of_q
     reads = load_tokens(k, k_step, live, column, K, CHUNK, COLUMNS).to(tl.float32) * of_r
-    of_g = tl.cumsum(of_g + reads, 0, reverse=True)
-    if BEFORE:
-        of_g -= reads
+    i = tl.arange(0, CHUNK)
+    of_g = sum_of_reads(of_g, reads, i[:, None] >= 0, BEFORE, CHUNK)
     writes = load_writes(write, beta, write_step, beta_step, live, column, K, HAS_BETA, CHUNK, COLUMNS) * of_w
     if HAS_VALUE_KEY:
         of_a *= later
         store_tokens(d_value_key, step, live, column, of_a, K, CHUNK, COLUMNS)
         writes += load_tokens(value_key, value_step, live, column, K, CHUNK, COLUMNS).to(tl.float32) * of_a
-    of_g += tl.cumsum(writes, 0) - writes + (of_state * tl.exp(tl.sum(gates, 0)))[None, :]
+    of_g += add_where(strictly_before(CHUNK), writes) + (of_state * tl.exp(tl.sum(gates, 0)))[None, :]
     store_tokens(d_g, step, live, column, of_g, K, CHUNK, COLUMNS)
     tl.debug_barrier()
 
@@ -539,7 +527,7 @@ def differentiate(
         before = b * BLOCK
         after = before + BLOCK
         rest = live - before
-        gate = load_tokens(g + before * g_step, g_step, rest, column, K, BLOCK, COLUMNS).to(tl.float32)
+        gate = load_gates(g + before * g_step, g_step, rest, column, K, BLOCK, COLUMNS)
         sums = tl.cumsum(gate, 0)
         sums_read = sums_before(g + before * g_step, g_step, rest, column, K, BLOCK, COLUMNS) if BEFORE else sums
         query = load_tokens(q + before * q_step, q_step, rest, column, K, BLOCK, COLUMNS).to(tl.float32)
@@ -549,7 +537,7 @@ def differentiate(
             BLOCK, COLUMNS,
         )  # fmt: skip
         own_q, own_r, own_w, own_g = _through_block(
-            query, own_read, own_write, gate, sums, sums_read,
+            query, own_read, own_write, gate,
             load_products(d_attention, before, before, BLOCK, BLOCK, CHUNK),
             load_products(d_lower, before, before, BLOCK, BLOCK, CHUNK), BLOCK, BEFORE, PRECISION,
         )  # fmt: skip
@@ -558,7 +546,7 @@ def differentiate(
         since = tl.exp(sums_after(g, g_step, earlier, column, K, CHUNK, COLUMNS))
         old = since * load_writes(write, beta, write_step, beta_step, earlier, column, K, HAS_BETA, CHUNK, COLUMNS)
         left = live - after
-        next_gates = load_tokens(g + after * g_step, g_step, left, column, K, CHUNK, COLUMNS).to(tl.float32)
+        next_gates = load_gates(g + after * g_step, g_step, left, column, K, CHUNK, COLUMNS)
         upto = tl.cumsum(next_gates, 0)
         new = load_tokens(q + after * q_step, q_step, left, column, K, CHUNK, COLUMNS).to(tl.float32) * tl.exp(upto)
         if BEFORE:
@@ -582,7 +570,7 @@ def differentiate(
             added = load_tokens(value_key + before * value_step, value_step, rest, column, K, BLOCK, COLUMNS)
             added = added.to(tl.float32)
             more_q, more_r, own_a, more_g = _through_block(
-                query, own_read, added, gate, sums, sums_read,
+                query, own_read, added, gate,
                 load_products(d_attention_values, before, before, BLOCK, BLOCK, CHUNK),
                 load_products(d_lower_values, before, before, BLOCK, BLOCK, CHUNK), BLOCK, BEFORE, PRECISION,
             )  # fmt: skip
@@ -617,17 +605,15 @@ def differentiate(
         from_old *= tl.exp(sums)
         from_old_read *= tl.exp(sums_read)
         to_new *= until_end
-        later_read = own_read * from_old_read
-        own_g += tl.cumsum(query * from_old + later_read, 0, reverse=True)
-        if BEFORE:
-            own_g -= later_read
+        j = tl.arange(0, BLOCK)
+        own_g += sum_of_reads(query * from_old, own_read * from_old_read, j[:, None] >= 0, BEFORE, BLOCK)
         passed = own_write * to_new
         if HAS_VALUE_KEY:
             new_values *= until_end
             passed += added * new_values
             own_a += new_values + load_tokens(d_value_key + place_of, step, rest, column, K, BLOCK, COLUMNS)
             store_tokens(d_value_key + place_of, step, rest, column, own_a, K, BLOCK, COLUMNS)
-        own_g += tl.cumsum(passed, 0) - passed + (around * tl.exp(tl.sum(gate, 0)))[None, :]
+        own_g += add_where(strictly_before(BLOCK), passed) + (around * tl.exp(tl.sum(gate, 0)))[None, :]
         own_q += from_old + load_tokens(d_q + place_of, step, rest, column, K, BLOCK, COLUMNS)
         own_r += from_old_read + load_tokens(d_k + place_of, step, rest, column, K, BLOCK, COLUMNS)
         own_w += to_new + load_tokens(d_write + place_of, step, rest, column, K, BLOCK, COLUMNS)

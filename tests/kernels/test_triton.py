@@ -380,6 +380,8 @@ GATED = [
     ("linear_attention", "head_gated", "g"),
     ("linear_attention", "channel_gated", "g"),
     ("linear_attention", "value_gated", "g_value"),
+    ("delta_rule", "channel", "g"),
+    ("delta_rule", "channel_added_before", "g"),
 ]
 
 
@@ -918,6 +920,14 @@ GPU_CASES = [
     ("delta_rule", "gated_write_key", 1, 65536, heads(4, 128), {}, None),
     ("delta_rule", "write_key", 1, 4096, heads(8, 64), {}, None),
     ("delta_rule", "gated", 1, 16384, heads(8, 256), {}, (0, 100, 12100, 12228, 16384)),
+    # With decays per channel, value keys or reads before the decay.
+    ("delta_rule", "channel", 2, 197, heads(6, 64), {}, None),
+    ("delta_rule", "channel", 1, 2000, heads(2, 128), {}, PACKED),
+    ("delta_rule", "channel_write_key", 1, 4097, heads(2, 128, 64), {}, None),
+    ("delta_rule", "extreme_channel_decay", 1, 700, heads(2, 96, 40), {}, SHORT),
+    ("delta_rule", "channel_added_before", 2, 1000, heads(3, 64), {}, None),
+    ("delta_rule", "added", 2, 300, heads(2, 50), {}, None),
+    ("delta_rule", "before", 1, 700, heads(2, 64, 128), {}, SHORT),
     ("linear_attention", "plain", 2, 300, heads(3, 64, 32), {}, None),
     ("linear_attention", "plain", 2, 1100, heads(2, 512), {}, None),
     ("linear_attention", "head_gated", 2, 300, heads(3, 128, 64), {}, None),
