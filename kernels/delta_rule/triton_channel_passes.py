@@ -89,14 +89,14 @@ def load_writes(
 
 
 @triton.jit
-def _level(gates, level: tl.constexpr, BEFORE: tl.constexpr, SIZE: tl.constexpr):
+def _level(gates, level, BEFORE: tl.constexpr, SIZE: tl.constexpr):
     """Decays of a level, which pairs the tokens of the two halves of each 2 HALF = 2^(level + 1) tokens of a block.
 
     Returns the mask of the pairs (row after the middle, column before it), that of tokens in the same half, and the
     decays of queries and reads since the middle and of writes until it.
     """
     i = tl.arange(0, SIZE)
-    half = i // 2**level
+    half = i >> level
     same = half[:, None] == half[None, :]
     since = add_where(same & (i[:, None] >= i[None, :]), gates)
     since_read = add_where(same & (i[:, None] > i[None, :]), gates) if BEFORE else since
@@ -111,7 +111,7 @@ def _products_in_block(q, r, w, gates, SIZE: tl.constexpr, BEFORE: tl.constexpr,
     i = tl.arange(0, SIZE)
     of_q = tl.where(i[:, None] == i[None, :], tl.sum(q * w, 1)[:, None], 0.0)
     of_r = tl.zeros((SIZE, SIZE), tl.float32)
-    for level in tl.static_range(LEVELS):
+    for level in range(0, LEVELS):
         pairs, _, since, since_read, until = _level(gates, level, BEFORE, SIZE)
         right = tl.trans(w * until)
         of_q += tl.where(pairs, tl.dot(q * since, right, input_precision=PRECISION), 0.0)
@@ -157,7 +157,7 @@ def relate(
     of_q, of_r = tl.zeros((BLOCK, CHUNK), tl.float32), tl.zeros((BLOCK, CHUNK), tl.float32)
     own_q, own_r = tl.zeros((BLOCK, BLOCK), tl.float32), tl.zeros((BLOCK, BLOCK), tl.float32)
     values_q, values_r, own_values_q, own_values_r = of_q, of_r, own_q, own_r
-    for column in tl.static_range(0, K, COLUMNS):
+    for column in range(0, K, COLUMNS):
         gates = load_gates(g + before * g_step, g_step, rest, column, K, BLOCK, COLUMNS)
         until = tl.cumsum(gates, 0)
         until_read = sums_before(g + before * g_step, g_step, rest, column, K, BLOCK, COLUMNS) if BEFORE else until
@@ -404,7 +404,7 @@ def _through_block(q, r, w, gates, d_q, d_r, SIZE: tl.constexpr, BEFORE: tl.cons
     own = tl.sum(tl.where(i[:, None] == i[None, :], d_q, 0.0), 1)[:, None]
     of_q, of_r, of_w = own * w, w * 0.0, own * q
     of_g = of_r
-    for level in tl.static_range(LEVELS):
+    for level in range(0, LEVELS):
         pairs, same, since, since_read, until = _level(gates, level, BEFORE, SIZE)
         left, left_read = tl.where(pairs, d_q, 0.0), tl.where(pairs, d_r, 0.0)
         more_q = tl.dot(left, w * until, input_precision=PRECISION) * since
