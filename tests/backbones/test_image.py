@@ -2,10 +2,10 @@ import pytest
 import timm
 import torch
 from cases import cases
+from representatives import REPRESENTATIVES
 from zeros import without_zeros
 
 import longseq
-from longseq import mixers
 from longseq.backbones.image import checkpoint_filter_fn
 from longseq.blocks.positions import Layout
 
@@ -152,7 +152,7 @@ def influence(model, output):
     return x.grad.abs().sum(1).unfold(1, 8, 8).unfold(2, 8, 8).sum((-1, -2))[0]
 
 
-@pytest.mark.parametrize("mixer", mixers.mixer_names())
+@pytest.mark.parametrize("mixer", REPRESENTATIVES)
 @cases("direction", ["bidirectional", "cross"])
 @cases("place", ["middle", "first"])
 def test_the_class_token_sees_the_whole_image_in_one_layer(mixer, direction, place):
@@ -160,7 +160,7 @@ def test_the_class_token_sees_the_whole_image_in_one_layer(mixer, direction, pla
     assert (influence(model, lambda m, x: m(x)) > 0).all()
 
 
-@pytest.mark.parametrize("mixer", mixers.mixer_names())
+@pytest.mark.parametrize("mixer", REPRESENTATIVES)
 def test_forward_reads_only_what_came_before(mixer):
     model = tiny(depth=2, mixer=mixer, direction="forward").double()
     moved = influence(model, lambda m, x: m(x)).flatten()
@@ -169,7 +169,7 @@ def test_forward_reads_only_what_came_before(mixer):
 
 
 @pytest.mark.parametrize("chassis", ["", "vit_"])
-@pytest.mark.parametrize("mixer", mixers.mixer_names())
+@pytest.mark.parametrize("mixer", REPRESENTATIVES)
 def test_bfloat16_autocast_trains_without_nan(mixer, chassis):
     model = tiny(chassis, mixer=mixer).train()
     exact = model(images())
