@@ -12,23 +12,21 @@ from longseq.tools.export import onnx_file
 GRAPHS = ("plain", "gated", "head_gated", "channel_gated", "value_gated", "write", "channel_added_before")
 CASES = [(op, variant) for op in list_ops() for variant in list_variants(op) if variant in GRAPHS]
 # Of a fixed length, the loop over chunks is unrolled.
-FIXED = [("linear_attention", "channel_gated")]
+FIXED = [("linear_attention", "channel_gated"), ("linear_attention", "value_gated")]
 # The gated forms have all parts of the plain ones; gates of channels contain those of heads. Slot attention is linear
 # attention with gates of value channels, then with gates of channels.
 IN_OTHERS = [
     ("delta_rule", "plain"),
     ("delta_rule", "gated"),
-    ("linear_attention", "plain"),
     ("linear_attention", "head_gated"),
-    ("linear_attention", "value_gated"),
     ("orthogonal_recurrence", "plain"),
     ("slot_attention", "plain"),
+    ("slot_attention", "write"),
 ]
 # The graph of a chunk has parts for each of its halves: chunks are small where others here have the default size.
 SMALL_CHUNKS = [
     *FIXED,
     ("delta_rule", "channel_added_before"),
-    ("slot_attention", "write"),
     ("variational_linear_attention", "plain"),
 ]
 SIZES = [(1, 1), (3, 64), (2, 70), (1, 129)]
