@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
 import pytest
-import torch
 
 from longseq.tasks import train
 from longseq.tasks.training import runs
@@ -50,24 +48,6 @@ def test_the_lock_of_a_killed_process_is_free(tmp_path):
     with locked(tmp_path):
         assert is_locked(tmp_path)
     assert not list(tmp_path.iterdir())
-
-
-def test_resume_passes_over_a_run_that_is_being_continued(tmp_path):
-    config = {"seed": 0, "recipe": {}, "output": str(tmp_path / "new")}
-    for age, name in enumerate(("older", "newer")):
-        folder = tmp_path / name
-        (folder / "checkpoints").mkdir(parents=True)
-        (folder / "config.yaml").write_text(f"seed: 0\noutput: {folder}\n")
-        written = {"hyper_parameters": {"config": {"seed": 0, "recipe": {}, "output": str(folder)}}}
-        torch.save(written, folder / "checkpoints" / "last.ckpt")
-        os.utime(folder / "checkpoints" / "last.ckpt", (1000 + age, 1000 + age))
-    assert runs._newest_run(tmp_path, config) == tmp_path / "newer"
-    with locked(tmp_path / "newer"):
-        assert runs._newest_run(tmp_path, config) == tmp_path / "older"
-        with locked(tmp_path / "older"):
-            assert runs._newest_run(tmp_path, config) == tmp_path / "newer"
-            (tmp_path / "older" / "metrics.json").write_text("{}")
-            assert runs._newest_run(tmp_path, config) == tmp_path / "newer"
 
 
 @pytest.mark.slow
