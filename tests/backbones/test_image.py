@@ -98,24 +98,6 @@ def test_pooling_by_attention_has_the_heads_of_the_attention_in_weights_of_timm(
     assert ours.attn_pool.num_heads == 3
 
 
-@pytest.mark.parametrize("chassis", ["", "vit_"])
-@cases(
-    "changes",
-    [{"img_size": (32, 32)}, {"img_size": (48, 48)}, {"img_size": (72, 32)}, {"patch_size": 4}, {"img_size": 64}],
-)
-def test_timm_fits_a_folder_of_an_oblong_grid_as_a_changed_size_does(tmp_path, chassis, changes):
-    """4 x 9 patches are as many as 6 x 6 and as 9 x 4, and are neither."""
-    source = randomised(tiny(chassis, img_size=(32, 72), num_classes=5))
-    source.save_pretrained(tmp_path)
-    loaded = timm.create_model(f"local-dir:{tmp_path}", pretrained=True, **changes).eval()
-    source.set_input_size(**changes)
-    assert loaded.patch_embed.grid_size == source.patch_embed.grid_size
-    assert loaded.patch_embed.stride == source.patch_embed.stride
-    x = images(*source.patch_embed.img_size)
-    with torch.no_grad():
-        assert torch.equal(loaded(x), source(x))
-
-
 @cases("size", [(48, 48), (72, 32), 64])
 def test_another_size_than_that_of_the_weights_is_refused_in_a_line(tmp_path, size):
     model = tiny(img_size=(32, 72))

@@ -19,16 +19,14 @@ from timm.models._manipulate import group_parameters
 from torchvision.models.feature_extraction import create_feature_extractor, get_graph_node_names
 from zeros import without_zeros
 
-from longseq import mixers
 from longseq.blocks.positions import TOKEN_PLACES
 from longseq.blocks.reading import DIRECTIONS
 
 MODELS = timm.list_models("longseq_*")
 # Mixers in every direction, with the places of the token in turn; one mixer with a scan and one without, in every
-# place. Any other mixer is in one model, in the default direction.
+# place.
 COMBINATIONS = sorted(
-    {(mixer, "bidirectional", "middle") for mixer in mixers.mixer_names()}
-    | {(mixer, *pair) for mixer in REPRESENTATIVES for pair in zip(DIRECTIONS, itertools.cycle(TOKEN_PLACES))}
+    {(mixer, *pair) for mixer in REPRESENTATIVES for pair in zip(DIRECTIONS, itertools.cycle(TOKEN_PLACES))}
     | set(itertools.product(("longhorn", "attention"), DIRECTIONS, TOKEN_PLACES))
 )
 

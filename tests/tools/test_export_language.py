@@ -57,7 +57,7 @@ def check_file(model: TokenBackbone, path: Path, format: str, **options: Any) ->
 
 # ONNX and pt2 take seconds: a file of ONNX for each kind of state. Attention, delta rules and windows are in the last
 # pattern; `test_a_program_without_longseq_continues_a_text_as_generate_does` has the orthogonal recurrence.
-IN_ONNX = {"hyena", "longhorn", "mamba2", "vla", PATTERNS[-1]}
+IN_ONNX = {"hyena", "longhorn", PATTERNS[-1]}
 # What is written as ONNX is a program of torch.export, too. These two have states that stay, and that grow.
 IN_PT2 = {"hyena", "longhorn"}
 
