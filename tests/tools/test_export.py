@@ -63,7 +63,7 @@ def build(chassis: str = VIM, mixer: str = "attention", *, seed: int = 0, **opti
 EXPORTED = [*((VIT, mixer) for mixer in mixers.mixer_names()), (VIM, "attention"), (VIM, "longhorn"), (VIM, "deltanet")]
 # ONNX and pt2 take up to ten seconds, TorchScript a fifth of one. This model reads both ways.
 # `test_dynamic_resolution` has a scan over time. tests/kernels/test_export.py exports every operation and
-# test_export_language.py its steps.
+# test_export_language.py steps.
 IN_ALL_FORMATS = [(VIM, "deltanet")]
 
 

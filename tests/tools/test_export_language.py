@@ -55,8 +55,8 @@ def check_file(model: TokenBackbone, path: Path, format: str, **options: Any) ->
     return FORMATS[format].open_file(path)
 
 
-# ONNX and pt2 take seconds: a file of ONNX for each kind of state. Attention, delta rules and windows are in the last
-# pattern; `test_a_program_without_longseq_continues_a_text_as_generate_does` has the orthogonal recurrence.
+# ONNX and pt2 take seconds: a state that grows, a scan, and delta rules with attention, whole and in windows.
+# `test_a_program_without_longseq_continues_a_text_as_generate_does` has the orthogonal recurrence.
 IN_ONNX = {"hyena", "longhorn", PATTERNS[-1]}
 # What is written as ONNX is a program of torch.export, too. These two have states that stay, and that grow.
 IN_PT2 = {"hyena", "longhorn"}
