@@ -14,7 +14,8 @@ CASES = [(op, variant) for op in list_ops() for variant in list_variants(op) if 
 # Of a fixed length, the loop over chunks is unrolled.
 FIXED = [("linear_attention", "channel_gated"), ("linear_attention", "value_gated")]
 # The gated forms have all parts of the plain ones; gates of channels contain those of heads. Slot attention is linear
-# attention with gates of value channels, then with gates of channels.
+# attention with gates of value channels, then with gates of channels; vla is least squares and a delta rule, convolved
+# features are a convolution.
 IN_OTHERS = [
     ("delta_rule", "plain"),
     ("delta_rule", "gated"),
@@ -22,13 +23,11 @@ IN_OTHERS = [
     ("orthogonal_recurrence", "plain"),
     ("slot_attention", "plain"),
     ("slot_attention", "write"),
-]
-# The graph of a chunk has parts for each of its halves: chunks are small where others here have the default size.
-SMALL_CHUNKS = [
-    *FIXED,
-    ("delta_rule", "channel_added_before"),
+    ("convolved_features", "plain"),
     ("variational_linear_attention", "plain"),
 ]
+# The graph of a chunk has parts for each of its halves: chunks are small where others here have the default size.
+SMALL_CHUNKS = [*FIXED, ("delta_rule", "channel_added_before")]
 SIZES = [(1, 1), (3, 64), (2, 70), (1, 129)]
 
 

@@ -107,7 +107,6 @@ def test_a_frozen_input_changes_no_other_gradient_on_a_gpu(op, variant, dtype) -
     ("op", "variant", "names"),
     [
         ("longhorn_pair", "plain", "selection rate rate_offset"),
-        ("orthogonal_recurrence", "gated", "k v gamma g initial_state"),
         ("variational_linear_attention", "plain", "k u initial_state[1]"),
     ],
 )

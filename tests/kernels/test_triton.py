@@ -51,8 +51,9 @@ def test_kernel_equals_the_recurrence(interpreted, op, variant):
         assert_as_accurate_as_torch(make_inputs(op, variant, dtype=torch.float32, **shape), exact)
 
 
+# Others are read over several chunks, tiles or parts of time below, and from their ends.
 @pytest.mark.slow
-@pytest.mark.parametrize("op", TRITON_OPS)
+@pytest.mark.parametrize("op", ["longhorn_scan", "orthogonal_recurrence"])
 def test_packed_segments_are_separate(interpreted, op):
     bounds = torch.tensor([0, 2, 2, 5])
     inputs = make_inputs(op, segments=3, tokens=5, sizes={"H": 1})
@@ -87,11 +88,8 @@ def test_packed_segments_in_reverse(interpreted, op):
     [
         ("delta_rule", "gated_write_key", 35),  # more than a chunk of float32
         ("linear_attention", "channel_gated", 35),
-        ("linear_attention", "value_gated", 3),
         ("longhorn_scan", "plain", 18),  # more than a checkpoint's
-        ("selective_scan", "plain", 18),
         ("short_convolution", "silu", 35),
-        ("convolved_features", "plain", 35),
         ("slot_attention", "write", 3),
         ("recursive_least_squares", "plain", 18),  # more than a chunk of float32
         ("variational_linear_attention", "plain", 18),
@@ -365,7 +363,7 @@ GATED = [
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("op", "variant", "name", "gate"),
-    [(*case, -18.0) for case in GATED],  # Gated DeltaNet's reach -16 with the usual A
+    [(*case, -18.0) for case in (GATED[0], GATED[3])],  # Gated DeltaNet's reach -16 with the usual A
 )
 def test_gradients_of_strong_gates_are_accurate(interpreted, op, variant, name, gate):
     inputs = make_inputs(op, variant, batch=1, tokens=70, dtype=torch.float32, sizes={"H": 1})
@@ -451,7 +449,7 @@ def lasting(inputs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("variant", "reverse"), [("repeated_keys", False), ("gated_write_key", True)])
+@pytest.mark.parametrize(("variant", "reverse"), [("gated_write_key", True)])
 def test_delta_rule_in_segments_of_time(interpreted, delta_segments, monkeypatch, variant, reverse):
     from longseq.kernels.delta_rule import triton_delta
 
@@ -568,7 +566,7 @@ def test_linear_attention_over_several_chunks(interpreted, variant, strength):
         assert error(actual[name], value) <= 2e-3, name
 
 
-@pytest.mark.parametrize("variant", ["extreme_head_decay", "extreme_channel_decay", "extreme_value_decay"])
+@pytest.mark.parametrize("variant", ["extreme_head_decay", "extreme_value_decay"])
 def test_linear_attention_over_several_float32_chunks(interpreted, variant):
     inputs = make_inputs("linear_attention", variant, batch=1, tokens=70, sizes={"H": 1})
     assert_as_accurate_as_torch(inputs.map(torch.Tensor.float), gradients(inputs, backend="reference"))
@@ -730,10 +728,9 @@ def test_diagonal_scans_in_parts_of_time_read_half_of_the_rows_in_reverse(interp
 
     monkeypatch.setattr(kernels, "SHORTEST_PART", kernels.CHECKPOINT)
     monkeypatch.setattr(kernels, "FEWEST_PARTS", 1)
-    for op in ("longhorn_scan", "selective_scan"):
-        inputs = make_inputs(op, tokens=34, sizes={"D": 2, "N": 20}).with_own_parameters()
-        exact = gradients(inputs, run=Inputs.run_both_ways, backend="reference")
-        assert_as_accurate_as_torch(inputs.map(torch.Tensor.float), exact, reverse="second_half")
+    inputs = make_inputs("selective_scan", tokens=34, sizes={"D": 2, "N": 20}).with_own_parameters()
+    exact = gradients(inputs, run=Inputs.run_both_ways, backend="reference")
+    assert_as_accurate_as_torch(inputs.map(torch.Tensor.float), exact, reverse="second_half")
 
 
 SCAN_LAUNCHES = [
