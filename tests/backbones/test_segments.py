@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cases import cases
+from representatives import REPRESENTATIVES
 from torch import Tensor, nn
 from zeros import without_zeros
 
@@ -17,7 +18,7 @@ from longseq.backbones.segments import check_segments, read_in_segments
 from longseq.kernels.packing import Packing
 
 VOCABULARY = 11
-CARRIED = [name for name in mixers.mixer_names() if name not in ("attention", "baseconv", "hyena")]
+CARRIED = [name for name in REPRESENTATIVES if not mixers.get(name).growing_state]
 LENGTHS = (7, 0, 1, 2)
 
 

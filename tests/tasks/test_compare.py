@@ -185,7 +185,7 @@ def test_rows_replace_what_every_run_has_and_runs_take_as_many_gpus_as_they_need
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "models"), [("digits", 6), ("imdb", 11)])
+@pytest.mark.parametrize(("name", "models"), [("digits", 6)])
 def test_comparisons_of_the_tables_can_be_planned(name, models, tmp_path):
     root = ["data.root=FOLDER"] if name != "digits" else []
     with initialize_config_module("longseq.conf", version_base="1.3"):

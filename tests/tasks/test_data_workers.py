@@ -39,10 +39,6 @@ SMALL = (
 )
 RUNS = {
     "lm": f"task=lm data=text data.window=16 callbacks.text_samples=null {SMALL}",
-    "document": (
-        "task=document data=documents data.max_length=128 data.truncation=middle data.random_crops=true "
-        f"callbacks.linear=null {SMALL}"
-    ),
 }
 
 

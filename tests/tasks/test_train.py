@@ -62,20 +62,6 @@ def test_a_run_writes_checkpoints_events_metrics_and_its_configuration(tiny, tmp
 
 
 @pytest.mark.slow
-def test_the_metrics_are_those_of_the_best_checkpoint(tiny, tmp_path):
-    train.run(tiny("recipe.epochs=4", "recipe.learning_rate=0.02"))
-    run = tmp_path / "run"
-    metrics = json.loads((run / "metrics.json").read_text())
-    board = EventAccumulator(str(run)).Reload()
-    epoch = read(run / "checkpoints" / "best.ckpt")["epoch"]
-    for tag in ("val/top1", "val/top5", "val/loss"):
-        assert metrics[tag] == pytest.approx(board.Scalars(tag)[epoch].value)
-    saved = read(run / "checkpoints" / "last.ckpt")["callbacks"]
-    (best,) = (state["best_metrics"] for state in saved.values() if "best_metrics" in state)
-    assert best == {tag: metrics[tag] for tag in best}
-
-
-@pytest.mark.slow
 def test_a_run_that_ends_before_its_model_is_written_is_finished_by_resume(tmp_path, command_here, tiny_overrides):
     words = ("train", *tiny_overrides, "recipe.epochs=1", "output=run")
     with pytest.MonkeyPatch.context() as patch:
@@ -256,25 +242,3 @@ def test_a_run_is_repeated_by_its_record(tmp_path, command_here, tiny_overrides)
     same_place = command_here(tmp_path, "train", "--config-dir=first", "--config-name", "config")
     assert same_place.returncode == 2
     assert "first holds a run already" in same_place.stderr
-
-
-@pytest.mark.slow
-def test_fine_tuning_starts_from_a_checkpoint_at_another_stride(tiny, tmp_path):
-    train.run(tiny("recipe.epochs=1"))
-    trained = tmp_path / "run" / "checkpoints" / "best.ckpt"
-    value = train.run(
-        tiny(
-            f"output={tmp_path / 'finer'}",
-            f"init={trained}",
-            "model.stride=2",
-            "recipe.epochs=1",
-            "recipe.learning_rate=0",
-        )
-    )
-    assert value > 0.05
-    first, second = read(trained), read(tmp_path / "finer" / "checkpoints" / "best.ckpt")
-    assert second["state_dict"]["backbone.pos_embed"].shape[1] < first["state_dict"]["backbone.pos_embed"].shape[1]
-    name = "backbone.blocks.1.mixer.in_proj.weight"
-    torch.testing.assert_close(second["state_dict"][name], first["state_dict"][name], atol=1e-3, rtol=0)
-    with pytest.raises(ValueError, match=r"init: \d+ weights do not fit the model"):
-        train.run(tiny(f"output={tmp_path / 'wider'}", f"init={trained}", "model.embed_dim=32"))

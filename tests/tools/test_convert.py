@@ -247,7 +247,7 @@ def edited(folder: Path, target: Path, **changes: Any) -> Path:
     return target
 
 
-@pytest.mark.parametrize("mixer", ["gsa", "gla", "retnet", "supra", "window_attention", "gsa+attention"])
+@pytest.mark.parametrize("mixer", ["gsa", "retnet", "supra", "window_attention"])
 @pytest.mark.slow
 def test_attention_becomes_another_mixer(
     mixer: str, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -91,20 +91,20 @@ class EveryPooling(nn.Module):
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, dict[str, Path]]:
-    """A model with n-grams and every pooling that reads both ways, and its file in each format."""
+    """A model with n-grams and every pooling that reads both ways, and its files."""
     model = build("attention", direction="bidirectional", vocab_size=270, hashed_ngrams=3, ngram_buckets=100)
     model.pooling = EveryPooling(16)
     folder, files = tmp_path_factory.mktemp("exported"), {}
     with pytest.MonkeyPatch.context() as patch:
         share_program(patch)
-        for format, suffix in SUFFIXES.items():
-            files[format] = folder / f"model{suffix}"
+        for format in ("torchscript", "onnx"):
+            files[format] = folder / f"model{SUFFIXES[format]}"
             export_document_classifier(model, files[format], format=format, data=DATA, batch_sizes=(1, 3))
     return model, files
 
 
 @pytest.mark.slow
-def test_every_pooling_in_every_format(exported: tuple[Any, dict[str, Path]]) -> None:
+def test_every_pooling(exported: tuple[Any, dict[str, Path]]) -> None:
     model, files = exported
     for format, path in files.items():
         call = FORMATS[format].open_file(path)
