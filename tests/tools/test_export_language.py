@@ -55,9 +55,9 @@ def check_file(model: TokenBackbone, path: Path, format: str, **options: Any) ->
     return FORMATS[format].open_file(path)
 
 
-# ONNX and pt2 take seconds: a state that grows, a scan, and delta rules with attention, whole and in windows.
+# ONNX and pt2 take seconds: a scan, and delta rules with attention, whole and in windows.
 # `test_a_program_without_longseq_continues_a_text_as_generate_does` has the orthogonal recurrence.
-IN_ONNX = {"hyena", "longhorn", PATTERNS[-1]}
+IN_ONNX = {"longhorn", PATTERNS[-1]}
 # What is written as ONNX is a program of torch.export, too. These two have states that stay, and that grow.
 IN_PT2 = {"hyena", "longhorn"}
 
@@ -88,24 +88,23 @@ def test_every_mixer_reads_token_by_token(mixer: str, tmp_path: Path, captured_o
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mixer", [*REPRESENTATIVES, PATTERNS[-1]])
-def test_the_length_can_be_open(mixer: str, tmp_path: Path, captured_once: None) -> None:
+def test_the_length_can_be_open(mixer: str, tmp_path: Path) -> None:
     model = build(mixer)
     tokens = torch.randint(11, (2, 140))
     with torch.no_grad():
         expected, _ = model(tokens)
-    # A cache. tests/kernels/test_export.py exports all operations so, with chunks, and
+    # In ONNX, tests/kernels/test_export.py exports operations so, with chunks, and
     # `test_an_onnx_file_names_its_inputs_and_outputs_and_where_it_is_from` a state that grows.
-    for format in ("torchscript", "onnx") if mixer == "attention" else ("torchscript",):
-        call = check_file(model, tmp_path / f"model{SUFFIXES[format]}", format, dynamic_length=True, max_length=140)
-        values = [state.starts(2) for state in state_spec(model, 140)]
-        found = []
-        for piece in tokens.split([5, 127, 2, 1, 5], dim=1):
-            logits, values = call(piece, values)
-            found.append(logits)
-        torch.testing.assert_close(torch.cat(found, dim=1), expected, atol=1e-3, rtol=0)
-        if mixer == "attention":  # whose cache has room for 140 tokens
-            with pytest.raises(Exception, match=NO_ROOM):
-                call(tokens[:, :1], values)
+    call = check_file(model, tmp_path / "model.pt", "torchscript", dynamic_length=True, max_length=140)
+    values = [state.starts(2) for state in state_spec(model, 140)]
+    found = []
+    for piece in tokens.split([5, 127, 2, 1, 5], dim=1):
+        logits, values = call(piece, values)
+        found.append(logits)
+    torch.testing.assert_close(torch.cat(found, dim=1), expected, atol=1e-3, rtol=0)
+    if mixer == "attention":  # whose cache has room for 140 tokens
+        with pytest.raises(Exception, match=NO_ROOM):
+            call(tokens[:, :1], values)
 
 
 @pytest.mark.slow
