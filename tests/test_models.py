@@ -324,21 +324,6 @@ def test_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             longseq.from_pretrained(name)
 
 
-def test_a_card_that_is_there_stays(tmp_path: Path) -> None:
-    model = tiny()
-    model.pretrained_cfg["label_names"] = ("a", "b", "c")
-    metrics = {"test/accuracy": 0.25, "val/loss": 1.5, "test/per_class": {"a": 1.0}, "updates": 12}
-    model.save_pretrained(tmp_path, metrics=metrics)
-    card = (tmp_path / "README.md").read_text()
-    assert card.startswith("---\nlibrary_name: longseq\n")
-    for line in ("- deltanet", "| test/accuracy | 0.25 |", "| val/loss | 1.5 |", "Trained for 12 updates."):
-        assert line in card.splitlines()
-    (tmp_path / "README.md").write_text("my words")
-    longseq.from_pretrained(tmp_path).save_pretrained(tmp_path)
-    assert (tmp_path / "README.md").read_text() == "my words"
-    assert longseq.from_pretrained(tmp_path).pretrained_cfg["label_names"] == ("a", "b", "c")
-
-
 def test_weights_have_stable_names_and_may_share_memory(tmp_path: Path) -> None:
     model = TokenBackbone(vocab_size=12, d_model=16, depth=1, tie_embeddings=False)
     assert model.head is not None

@@ -14,13 +14,14 @@ import pytest
 import timm
 import torch
 from lightning.pytorch import LightningModule
+from representatives import REPRESENTATIVES
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import longseq.backbones.image  # its models register with timm
-from longseq import mixers, save_pretrained
+from longseq import save_pretrained
 from longseq.backbones.tokens import TokenBackbone
 from longseq.tasks.training.callbacks.weights import NonFiniteError, NonFiniteStop
 from longseq.tasks.training.distributed import shard as shard_run
@@ -160,7 +161,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     store = torch.distributed.FileStore(str(Path(sys.argv[1]) / "store"), WORLD)
     torch.distributed.init_process_group("gloo", store=store, rank=RANK, world_size=WORLD)
-    for name in mixers.mixer_names():
+    for name in REPRESENTATIVES:
         check_text(name)
         check_first_weights(lambda name=name: text_model(name), name)
         if name in FEW:
@@ -171,6 +172,6 @@ if __name__ == "__main__":
     check_saved(text_model("deltanet"), Path(sys.argv[1]) / "text")
     check_saved(image_model("deltanet"), Path(sys.argv[1]) / "image")
     torch.distributed.destroy_process_group()
-    print("checked", *mixers.mixer_names(), flush=True)
+    print("checked", *REPRESENTATIVES, flush=True)
     # All checks are done. A process that is done sometimes aborts in threads of torch at the interpreter's end.
     os._exit(0)

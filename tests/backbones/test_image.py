@@ -2,10 +2,10 @@ import pytest
 import timm
 import torch
 from cases import cases
+from representatives import REPRESENTATIVES
 from zeros import without_zeros
 
 import longseq
-from longseq import mixers
 from longseq.backbones.image import checkpoint_filter_fn
 from longseq.blocks.positions import Layout
 
@@ -98,24 +98,6 @@ def test_pooling_by_attention_has_the_heads_of_the_attention_in_weights_of_timm(
     assert ours.attn_pool.num_heads == 3
 
 
-@pytest.mark.parametrize("chassis", ["", "vit_"])
-@cases(
-    "changes",
-    [{"img_size": (32, 32)}, {"img_size": (48, 48)}, {"img_size": (72, 32)}, {"patch_size": 4}, {"img_size": 64}],
-)
-def test_timm_fits_a_folder_of_an_oblong_grid_as_a_changed_size_does(tmp_path, chassis, changes):
-    """4 x 9 patches are as many as 6 x 6 and as 9 x 4, and are neither."""
-    source = randomised(tiny(chassis, img_size=(32, 72), num_classes=5))
-    source.save_pretrained(tmp_path)
-    loaded = timm.create_model(f"local-dir:{tmp_path}", pretrained=True, **changes).eval()
-    source.set_input_size(**changes)
-    assert loaded.patch_embed.grid_size == source.patch_embed.grid_size
-    assert loaded.patch_embed.stride == source.patch_embed.stride
-    x = images(*source.patch_embed.img_size)
-    with torch.no_grad():
-        assert torch.equal(loaded(x), source(x))
-
-
 @cases("size", [(48, 48), (72, 32), 64])
 def test_another_size_than_that_of_the_weights_is_refused_in_a_line(tmp_path, size):
     model = tiny(img_size=(32, 72))
@@ -152,7 +134,7 @@ def influence(model, output):
     return x.grad.abs().sum(1).unfold(1, 8, 8).unfold(2, 8, 8).sum((-1, -2))[0]
 
 
-@pytest.mark.parametrize("mixer", mixers.mixer_names())
+@pytest.mark.parametrize("mixer", REPRESENTATIVES)
 @cases("direction", ["bidirectional", "cross"])
 @cases("place", ["middle", "first"])
 def test_the_class_token_sees_the_whole_image_in_one_layer(mixer, direction, place):
@@ -160,7 +142,7 @@ def test_the_class_token_sees_the_whole_image_in_one_layer(mixer, direction, pla
     assert (influence(model, lambda m, x: m(x)) > 0).all()
 
 
-@pytest.mark.parametrize("mixer", mixers.mixer_names())
+@pytest.mark.parametrize("mixer", REPRESENTATIVES)
 def test_forward_reads_only_what_came_before(mixer):
     model = tiny(depth=2, mixer=mixer, direction="forward").double()
     moved = influence(model, lambda m, x: m(x)).flatten()
@@ -169,7 +151,7 @@ def test_forward_reads_only_what_came_before(mixer):
 
 
 @pytest.mark.parametrize("chassis", ["", "vit_"])
-@pytest.mark.parametrize("mixer", mixers.mixer_names())
+@pytest.mark.parametrize("mixer", REPRESENTATIVES)
 def test_bfloat16_autocast_trains_without_nan(mixer, chassis):
     model = tiny(chassis, mixer=mixer).train()
     exact = model(images())

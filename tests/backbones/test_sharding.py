@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from forked import start_fork
-
-from longseq import mixers
+from representatives import REPRESENTATIVES
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no process groups")
 def test_sharded_models_give_what_whole_ones_do(tmp_path: Path) -> None:
-    """All mixers in one pair of processes: their start takes longer than the checks."""
+    """The mixers in one pair of processes: their start takes longer than the checks."""
     script = Path(__file__).with_name("sharded_models.py")
     processes = [
         start_fork(
@@ -35,4 +34,4 @@ def test_sharded_models_give_what_whole_ones_do(tmp_path: Path) -> None:
         for process in processes:
             process.kill()
     assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
-    assert all(set(mixers.mixer_names()) <= set(output.split()) for output in outputs)
+    assert all(set(REPRESENTATIVES) <= set(output.split()) for output in outputs)

@@ -12,21 +12,21 @@ import itertools
 import pytest
 import timm
 import torch
+from representatives import REPRESENTATIVES
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, resolve_model_data_config
 from timm.models import get_notrace_functions, get_notrace_modules
 from timm.models._manipulate import group_parameters
 from torchvision.models.feature_extraction import create_feature_extractor, get_graph_node_names
 from zeros import without_zeros
 
-from longseq import mixers
 from longseq.blocks.positions import TOKEN_PLACES
 from longseq.blocks.reading import DIRECTIONS
 
 MODELS = timm.list_models("longseq_*")
-# Every mixer in every direction, with the places of the token in turn; one mixer with a scan and one without, in every
+# Mixers in every direction, with the places of the token in turn; one mixer with a scan and one without, in every
 # place.
 COMBINATIONS = sorted(
-    {(mixer, *pair) for mixer in mixers.mixer_names() for pair in zip(DIRECTIONS, itertools.cycle(TOKEN_PLACES))}
+    {(mixer, *pair) for mixer in REPRESENTATIVES for pair in zip(DIRECTIONS, itertools.cycle(TOKEN_PLACES))}
     | set(itertools.product(("longhorn", "attention"), DIRECTIONS, TOKEN_PLACES))
 )
 
@@ -225,7 +225,7 @@ def test_every_way_of_sharing_gives_all_parameters_a_gradient(direction, share):
     check_gradients(tiny("longhorn", direction, share_directions=share, merge="mean"))
 
 
-@pytest.mark.parametrize("mixer", mixers.mixer_names())
+@pytest.mark.parametrize("mixer", REPRESENTATIVES)
 def test_checkpointing_gives_the_same_gradients(mixer):
     gradients = []
     for enable in (False, True):

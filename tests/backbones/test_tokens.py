@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from representatives import REPRESENTATIVES
 from torch import Tensor
 from zeros import without_zeros
 
@@ -17,7 +18,7 @@ from longseq.kernels.packing import Packing
 
 VOCABULARY = 11
 HYBRID = "2xdeltanet+attention"
-MODELS = [*mixers.mixer_names(), HYBRID]
+MODELS = [*REPRESENTATIVES, HYBRID]
 
 
 def make(mixer: str = "deltanet", **options: Any) -> TokenBackbone:

@@ -135,10 +135,10 @@ def test_recomputing_changes_nothing(direction: str) -> None:
 
 @pytest.mark.slow
 def test_compiling_changes_nothing() -> None:
-    model, tokens = language_model(depth=2, mixer="rwkv7", direction="bidirectional"), draw_tokens()[:, :3]
+    model, tokens = language_model(depth=2, mixer="rwkv7"), draw_tokens()[:, :2]
     expected = gradients(model, tokens)
     torch._dynamo.reset()
-    compiled: Any = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled: Any = torch.compile(model, fullgraph=True, backend="eager")
     assert_same(gradients(compiled, tokens), expected)
 
 

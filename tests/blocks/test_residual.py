@@ -4,7 +4,7 @@ from timm.layers import Mlp
 from torch import nn
 
 from longseq import mixers
-from longseq.blocks.norm import ResidualLayerNorm, ResidualRMSNorm, add_and_norm
+from longseq.blocks.norm import ResidualLayerNorm, ResidualRMSNorm
 from longseq.blocks.residual import Block, PostNormBlock
 
 
@@ -32,24 +32,6 @@ def test_the_norm_answers_in_the_type_of_autocast(kind):
         assert (total.dtype, y.dtype) == (torch.float32, torch.bfloat16)
         assert norm.double()(x.double()).dtype == torch.float64
     assert kind(16)(x).dtype == torch.float32
-
-
-@pytest.mark.parametrize("kind", [ResidualRMSNorm, ResidualLayerNorm, nn.LayerNorm])
-def test_a_branch_is_added_before_the_norm(kind):
-    x, branch = torch.randn(2, 3, 16)
-    norm = kind(16, eps=1e-5)
-    total, y = add_and_norm(norm, x, branch)
-    torch.testing.assert_close(total, x + branch)
-    torch.testing.assert_close(y, norm(x + branch))
-
-
-def test_the_block_adds_its_branches_to_the_residual():
-    norm, mlp_norm = nn.LayerNorm(16), nn.LayerNorm(16)
-    mixer, mlp = directions(), Mlp(16, 32)
-    x = torch.randn(2, 5, 16)
-    between = x + mixer(norm(x))[0]
-    assert torch.equal(Block(mixer, norm)(x)[0], between)
-    assert torch.equal(Block(mixer, norm, mlp=mlp, mlp_norm=mlp_norm)(x)[0], between + mlp(mlp_norm(between)))
 
 
 @pytest.mark.parametrize("kind", [Block, PostNormBlock])

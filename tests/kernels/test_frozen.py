@@ -106,11 +106,7 @@ def test_a_frozen_input_changes_no_other_gradient_on_a_gpu(op, variant, dtype) -
 @pytest.mark.parametrize(
     ("op", "variant", "names"),
     [
-        ("head_features", "logits", "x"),
         ("longhorn_pair", "plain", "selection rate rate_offset"),
-        ("selective_scan", "plain", "B C A"),
-        ("orthogonal_recurrence", "gated", "k v gamma g initial_state"),
-        ("recursive_least_squares", "plain", "u initial_state[0]"),
         ("variational_linear_attention", "plain", "k u initial_state[1]"),
     ],
 )

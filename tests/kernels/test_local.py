@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import cases
 from kernel_inputs import assert_accurate, error, gradients, list_variants, make_inputs, results
 from torch import Tensor
 
@@ -107,7 +106,7 @@ def test_kernel_equals_the_torch_form(interpreted, op, variant, sizes):
 @pytest.mark.parametrize(("op", "variant"), CASES)
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_half_precision_is_computed_in_float32(interpreted, op, variant, backend):
-    inputs = make_inputs(op, variant, tokens=9, dtype=torch.float16)
+    inputs = make_inputs(op, variant, batch=1, tokens=3, dtype=torch.float16)
     wide = gradients(inputs.map(Tensor.float), backend="torch")
     for name, value in gradients(inputs, backend=backend).items():
         in_float32 = (op, name) in {("token_loss", "output"), ("head_features", "final_state[2]")}
@@ -118,7 +117,7 @@ def test_half_precision_is_computed_in_float32(interpreted, op, variant, backend
 @pytest.mark.slow
 @pytest.mark.parametrize(("op", "variant"), CASES)
 def test_strided_inputs(interpreted, op, variant):
-    inputs = make_inputs(op, variant, tokens=5, dtype=torch.float32)
+    inputs = make_inputs(op, variant, batch=1, tokens=2, dtype=torch.float32)
     apart = inputs.map(lambda x: torch.stack((x, x), -2).unbind(-2)[1] if x.ndim > 1 else x)
     assert not any(x.is_contiguous() for x in apart.sequences.values() if x.is_floating_point())
     expected, actual = gradients(inputs, backend="triton"), gradients(apart, backend="triton")
@@ -126,11 +125,10 @@ def test_strided_inputs(interpreted, op, variant):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("op", list_local_ops())
-@cases("variant", lambda op: dict.fromkeys((list_variants(op)[0], list_variants(op)[-1])))
-def test_compiles_to_one_graph_with_the_kernel(interpreted, op, variant):
+@pytest.mark.parametrize("op", [op for op in list_local_ops() if op != "longhorn_pair"])  # that one: test_frozen.py
+def test_compiles_to_one_graph_with_the_kernel(interpreted, op):
     torch._dynamo.reset()
-    inputs = make_inputs(op, variant, batch=1, tokens=3, dtype=torch.float32)
+    inputs = make_inputs(op, list_variants(op)[-1], batch=1, tokens=3, dtype=torch.float32)
     compiled = torch.compile(lambda inputs: inputs.run(backend="triton"), fullgraph=True, backend="aot_eager")
     expected, actual = gradients(inputs, backend="triton"), gradients(inputs, run=compiled)
     torch.testing.assert_close(actual, expected)

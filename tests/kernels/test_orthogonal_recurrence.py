@@ -14,7 +14,6 @@ from kernel_inputs import (
     gradients,
     list_variants,
     make_inputs,
-    results,
 )
 
 from longseq.kernels import orthogonal_recurrence, orthogonal_recurrence_step
@@ -109,20 +108,6 @@ def test_chunk_form_equals_its_definition(variant, chunk_size):
     assert_same(gradients(inputs, backend="torch", chunk_size=chunk_size), expected)
 
 
-@pytest.mark.parametrize("variant", [variant for variant in CHUNKED if variant != "gamma_0"])
-def test_chunks_with_one_token_that_writes_are_exact(variant):
-    inputs = make_inputs(OP, variant, tokens=9)
-
-    def spread(x):
-        return torch.nn.functional.pad(x[:, :, None], (0,) * (2 * (x.ndim - 2)) + (0, 3)).flatten(1, 2)
-
-    exact, final = inputs.run()
-    scattered = inputs.replace({name: spread(x) for name, x in inputs.sequences.items()})
-    for backend in ("torch", "reference"):
-        output, state = scattered.run(chunk_size=4, backend=backend)
-        assert_same(results(output[:, ::4], state), results(exact, final))
-
-
 @pytest.mark.parametrize("backend", ["torch", "reference"])
 @pytest.mark.parametrize("variant", CHUNKED)
 def test_cuts_at_chunk_borders_do_not_matter(backend, variant):
@@ -136,14 +121,6 @@ def test_cuts_at_chunk_borders_do_not_matter(backend, variant):
         return torch.cat(outputs, 1), state
 
     assert_same(gradients(inputs, run=carried), gradients(inputs, **options))
-
-
-@pytest.mark.parametrize("variant", ["gated", "ttt"])
-def test_packed_sequences_have_chunks_of_their_own(variant):
-    bounds = torch.tensor([0, 7, 7, 8, 29])
-    inputs = make_inputs(OP, variant, tokens=29, segments=4)
-    expected = gradients(inputs, backend="reference", cu_seqlens=bounds, chunk_size=4)
-    assert_same(gradients(inputs, backend="torch", cu_seqlens=bounds, chunk_size=4), expected)
 
 
 @pytest.mark.parametrize("backend", ["torch", "reference"])

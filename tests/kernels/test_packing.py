@@ -31,13 +31,6 @@ def test_a_packing_knows_where_tokens_stand() -> None:
     assert turned.sequence.tolist() == [0, 0, 0, 0, 0, 0, 0, 1, 3, 3, 3]
 
 
-def test_borders_are_copied() -> None:
-    borders = BORDERS.clone()
-    found = Packing(borders)
-    borders.zero_()
-    assert found.cu_seqlens.tolist() == BORDERS.tolist()
-
-
 @pytest.mark.parametrize(
     "copied", [None, copy.copy, copy.deepcopy, lambda borders: pickle.loads(pickle.dumps(borders))]
 )

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import cases
 
 from longseq import kernels
 from longseq.kernels import dispatch
@@ -67,17 +68,6 @@ def test_other_types_and_alignments_are_compiled_anew():
     assert len(kernel.fast) == 2 * len(calls) - 4
 
 
-def test_what_was_not_launched_is_not_remembered():
-    emulated, idle, x = Kernel(compiles=False), Kernel(), torch.zeros(4)
-    for _ in range(2):
-        prepare(idle, programs=0)(x, x)
-    launch = prepare(emulated)
-    launch(x, x)
-    launch(x, x)
-    assert len(emulated.slow) == 2
-    assert not idle.slow + idle.fast + emulated.fast
-
-
 @pytest.fixture
 def asked(monkeypatch):
     """An operation whose choices are remembered on the CPU; it records the shapes of each choice."""
@@ -122,7 +112,7 @@ def list_unguarded_launches(node: ast.AST) -> Iterator[ast.Call]:
         yield from list_unguarded_launches(child)
 
 
-@pytest.mark.parametrize("file", sorted(Path(kernels.__path__[0]).rglob("triton_*.py")), ids=lambda file: file.stem)
+@cases("file", sorted(Path(kernels.__path__[0]).rglob("triton_*.py")))
 def test_kernels_run_on_the_gpu_of_their_tensors(file):
     # Triton launches on the current device, but the tensors may be on another. A prepared launch takes care of it.
     found = [call.lineno for call in list_unguarded_launches(ast.parse(file.read_text(encoding="utf-8")))]

@@ -20,7 +20,7 @@ from kernel_inputs import (
     takes,
 )
 
-from longseq.kernels import delta_rule, linear_attention, list_ops, recursive_least_squares, short_convolution
+from longseq.kernels import delta_rule, linear_attention, list_ops, short_convolution
 from longseq.kernels.accuracy import Bar
 from longseq.kernels.dispatch import backends
 from longseq.kernels.packing import Packing
@@ -50,8 +50,9 @@ def test_kernel_equals_the_recurrence(interpreted, op, variant):
         assert_as_accurate_as_torch(make_inputs(op, variant, dtype=torch.float32, **shape), exact)
 
 
+# Others are read over several chunks, tiles or parts of time below, and from their ends.
 @pytest.mark.slow
-@pytest.mark.parametrize("op", TRITON_OPS)
+@pytest.mark.parametrize("op", ["longhorn_scan", "orthogonal_recurrence"])
 def test_packed_segments_are_separate(interpreted, op):
     bounds = torch.tensor([0, 2, 2, 5])
     inputs = make_inputs(op, segments=3, tokens=5, sizes={"H": 1})
@@ -72,8 +73,8 @@ def test_gradients_of_a_part_that_runs_again(interpreted, op):
 @pytest.mark.slow
 @pytest.mark.parametrize("op", [op for op in TRITON_OPS if takes(op, "reverse") and op != "orthogonal_recurrence"])
 def test_packed_segments_in_reverse(interpreted, op):
-    # The last segment is longer than a chunk of the delta rule in float32, or than a checkpoint of the scans.
-    tokens = {"longhorn_scan": 20, "selective_scan": 20}.get(op, 37)
+    # The last segment is longer than a chunk in float32, or than a checkpoint of the scans.
+    tokens = 37 if op in ("delta_rule", "linear_attention") else 20
     options = {"cu_seqlens": torch.tensor([0, 2, 2, tokens])}
     inputs = make_inputs(op, segments=3, tokens=tokens, sizes={"H": 1})
     exact = gradients(inputs, run=Inputs.run_reversed, backend="reference", **options)
@@ -86,11 +87,8 @@ def test_packed_segments_in_reverse(interpreted, op):
     [
         ("delta_rule", "gated_write_key", 35),  # more than a chunk of float32
         ("linear_attention", "channel_gated", 35),
-        ("linear_attention", "value_gated", 3),
         ("longhorn_scan", "plain", 18),  # more than a checkpoint's
-        ("selective_scan", "plain", 18),
         ("short_convolution", "silu", 35),
-        ("convolved_features", "plain", 35),
         ("slot_attention", "write", 3),
         ("recursive_least_squares", "plain", 18),  # more than a chunk of float32
         ("variational_linear_attention", "plain", 18),
@@ -173,15 +171,6 @@ def test_delta_rule_with_gates_of_any_size(interpreted, gates, form, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", DELTA_FORMS)
-def test_delta_rule_reads_half_of_the_rows_in_reverse_in_half_precision(interpreted, form):
-    inputs = make_inputs("delta_rule", "gated_write_key", tokens=70, dtype=torch.float16, sizes={"H": 1})
-    exact = gradients(inputs.map(torch.Tensor.double), run=Inputs.run_both_ways, backend="reference")
-    for name, value in delta_results(inputs, form, reverse="second_half").items():
-        assert error(value, exact[name]) <= 3e-3, name
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "reverse", "dtype"),
     [("walked", False, torch.float16), ("read", True, torch.float16), ("trained", True, torch.float16)],
@@ -197,7 +186,7 @@ def test_delta_rule_over_several_chunks(interpreted, form, dtype, reverse):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tokens", [16, 17, 80, 81])
+@pytest.mark.parametrize("tokens", [16, 81])
 @pytest.mark.parametrize("form", DELTA_FORMS)
 def test_delta_rule_ends_within_a_chunk(interpreted, form, tokens):
     """Up to 16 last tokens have their own code, and nothing past the last token is read from memory."""
@@ -221,7 +210,7 @@ def test_delta_rule_inverts_for_repeated_keys_in_half_precision(interpreted, for
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", DELTA_FORMS)
+@pytest.mark.parametrize("form", ["trained", "walked"])
 def test_delta_rule_keeps_the_range_of_every_sequence_and_head(interpreted, form):
     of_values = 2.0 ** torch.tensor([[90, 0], [-90, 45]])  # by sequence and head
     of_gradients = 2.0 ** torch.tensor([[-60, 30], [0, 60]])
@@ -274,7 +263,7 @@ def delta_errors(form, factors, part=slice(None), outlier=None):
     }
 
 
-@pytest.mark.parametrize("form", DELTA_FORMS)
+@pytest.mark.parametrize("form", ["trained", "walked"])
 @pytest.mark.parametrize(
     "factors",
     [{"q": 1e-6}, {"k": 1e6, "beta": 1e-12, "initial_state": 1e-6}, {"v": 1e20, "initial_state": 1e20}],
@@ -285,25 +274,12 @@ def test_delta_rule_takes_inputs_of_any_size(interpreted, form, factors):
         assert ours <= 3 * max(plain, CUT_OFF), name
 
 
-@pytest.mark.parametrize("form", DELTA_FORMS)
+@pytest.mark.parametrize("form", ["trained", "walked"])
 @pytest.mark.parametrize("names", ["k", "qkv"])
 def test_delta_rule_keeps_tokens_beside_a_large_one(interpreted, form, names):
     factors = dict.fromkeys(names, 1e4)
     for name, (ours, plain) in delta_errors(form, factors, slice(20), outlier=20).items():
         assert ours <= 3 * max(plain, CUT_OFF), name
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", ["trained", "read"])
-def test_delta_rule_keeps_tokens_beside_a_large_key_that_is_orthogonal_to_theirs(interpreted, form):
-    # The chunk's inverse is mild, as no key meets another, and yet what it adds to the state is 10^12 times the state.
-    inputs = make_inputs("delta_rule", "plain", batch=1, tokens=64, dtype=torch.float32, sizes={"H": 1, "K": 64})
-    keys = torch.eye(64)[None, :, None].clone()
-    keys[:, 40] *= 1e6
-    inputs = inputs.replace({"k": keys, "beta": torch.ones(1, 64, 1)}).map(torch.Tensor.bfloat16)
-    exact, plain = (x.run(backend="torch")[0][:, :40] for x in (inputs.map(torch.Tensor.double), inputs))
-    ours = delta_results(inputs, form)["output"][:, :40]
-    assert error(ours, exact) <= 3 * max(error(plain, exact), CUT_OFF)
 
 
 # Operations that read a chunk of tokens at once, and the input of which one token is large.
@@ -388,22 +364,11 @@ GATED = [
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("op", "variant", "name", "gate"),
-    [*((*case, -18.0) for case in GATED), (*GATED[2], -3.0)],  # Gated DeltaNet's reach -16 with the usual A
+    [(*case, -18.0) for case in (GATED[0], GATED[3])],  # Gated DeltaNet's reach -16 with the usual A
 )
 def test_gradients_of_strong_gates_are_accurate(interpreted, op, variant, name, gate):
     inputs = make_inputs(op, variant, batch=1, tokens=70, dtype=torch.float32, sizes={"H": 1})
     assert_gates_accurate(inputs.replace({name: torch.full_like(inputs.arguments[name], gate)}), name, torch.float32)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("variant", "name"), [case[1:] for case in GATED if case[0] == "linear_attention"])
-def test_gradients_of_gates_between_empty_and_larger_tokens(interpreted, variant, name):
-    inputs = make_inputs("linear_attention", variant, batch=1, tokens=64, dtype=torch.float32, sizes={"H": 1})
-    changed = {key: inputs.arguments[key].clone() for key in ("q", "k", "v")}
-    for x in changed.values():
-        x[:, :8] = 0  # as padding on the left is
-    changed["v"][:, 40:] *= 1e4
-    assert_gates_accurate(inputs.replace(changed), name, torch.float16, slice(8, 40))
 
 
 def with_large_end(inputs, gates, large, reset, place):
@@ -429,7 +394,7 @@ def assert_gates_accurate(inputs, name, dtype, part=slice(None)):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("op", TRITON_OPS)
+@pytest.mark.parametrize("op", [op for op in TRITON_OPS if op != "slot_attention"])  # it is two linear attentions
 def test_nan_reaches_what_depends_on_it(interpreted, op):
     inputs = make_inputs(op, batch=1, tokens=3, dtype=torch.float16, sizes={"H": 1})
     assert_nan_reaches_what_depends_on_it(inputs, place=1)
@@ -485,7 +450,7 @@ def lasting(inputs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("variant", "reverse"), [("repeated_keys", False), ("gated_write_key", True)])
+@pytest.mark.parametrize(("variant", "reverse"), [("gated_write_key", True)])
 def test_delta_rule_in_segments_of_time(interpreted, delta_segments, monkeypatch, variant, reverse):
     from longseq.kernels.delta_rule import triton_delta
 
@@ -501,9 +466,6 @@ def test_delta_rule_in_segments_of_time(interpreted, delta_segments, monkeypatch
     assert set(delta_segments) == {262 // 128 + 4}
     for name, value in exact.items():
         assert error(actual[name], value) <= 3e-3, name
-    if reverse:
-        again = gradients(inputs, backend="triton", cu_seqlens=bounds, reverse=reverse, recompute=True)
-        assert all(torch.equal(again[name], value) for name, value in actual.items())
 
 
 @pytest.mark.slow
@@ -583,14 +545,13 @@ def test_delta_rule_recomputes_what_it_did_not_keep(interpreted):
     assert kept(True) == 0 < kept(False)
 
 
-# Gates per channel up to 1 are mild; those up to 3 need pairs of blocks of 2 tokens, those up to 30 of 1.
+# Gates per channel up to 3 need pairs of blocks of 2 tokens, those up to 30 of 1.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("variant", "strength"),
     [
         ("plain", 0.0),
         ("extreme_head_decay", 1.0),
-        ("channel_gated", 1.0),
         ("channel_gated", 30.0),
         ("value_gated", 3.0),
     ],
@@ -606,7 +567,7 @@ def test_linear_attention_over_several_chunks(interpreted, variant, strength):
         assert error(actual[name], value) <= 2e-3, name
 
 
-@pytest.mark.parametrize("variant", ["extreme_head_decay", "extreme_channel_decay", "extreme_value_decay"])
+@pytest.mark.parametrize("variant", ["extreme_head_decay", "extreme_value_decay"])
 def test_linear_attention_over_several_float32_chunks(interpreted, variant):
     inputs = make_inputs("linear_attention", variant, batch=1, tokens=70, sizes={"H": 1})
     assert_as_accurate_as_torch(inputs.map(torch.Tensor.float), gradients(inputs, backend="reference"))
@@ -634,10 +595,10 @@ LEAST_SQUARES_OPS = ["recursive_least_squares", "variational_linear_attention"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("op", "variant"), [("slot_attention", "write"), *((op, "plain") for op in LEAST_SQUARES_OPS)])
-def test_packed_half_precision_over_several_chunks(interpreted, op, variant):
+@pytest.mark.parametrize("op", LEAST_SQUARES_OPS)
+def test_packed_half_precision_over_several_chunks(interpreted, op):
     bounds = torch.tensor([0, 3, 3, 68, 70])  # the third segment has two chunks or more
-    inputs = make_inputs(op, variant, tokens=70, segments=4, dtype=torch.float16, sizes={"H": 1})
+    inputs = make_inputs(op, "plain", tokens=70, segments=4, dtype=torch.float16, sizes={"H": 1})
     exact = gradients(inputs.map(torch.Tensor.double), backend="reference", cu_seqlens=bounds)
     actual = gradients(inputs, backend="triton", cu_seqlens=bounds)
     for name, value in exact.items():
@@ -685,16 +646,6 @@ def test_least_squares_in_segments_of_time(interpreted, refused, variant, revers
 
 
 @pytest.mark.slow
-def test_least_squares_in_segments_of_time_from_no_state(interpreted, refused):
-    inputs = make_inputs("recursive_least_squares", batch=1, tokens=150, dtype=torch.float16, sizes={"H": 1, "K": 3})
-    x, u = inputs.sequences["x"], inputs.sequences["u"]
-    exact, _ = recursive_least_squares(x.double(), u.double(), backend="torch")
-    actual, _ = recursive_least_squares(x.float(), u, backend="triton")
-    assert refused == [False]
-    assert error(actual, exact) <= 2e-5
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("op", LEAST_SQUARES_OPS)
 def test_least_squares_pass_over_padding_in_reverse(interpreted, op):
     inputs = make_inputs(op, tokens=20, dtype=torch.float32, sizes={"H": 1})
@@ -721,7 +672,7 @@ def test_a_loss_on_the_output_alone_of_strided_inputs(interpreted, op):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("op", TRITON_OPS)
+@pytest.mark.parametrize("op", ["delta_rule", "selective_scan", "slot_attention"])  # a GPU compiles all
 def test_compiled_graph_holds_the_kernel_whole(interpreted, op):
     inputs = make_inputs(op, batch=1, tokens=2, dtype=torch.float32, sizes={"H": 1})
     torch._dynamo.reset()
@@ -738,7 +689,7 @@ def test_convolution_passes_over_padding(interpreted):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("variant", "with_state"), [("plain", True), ("silu", True), ("silu", False)])
+@pytest.mark.parametrize(("variant", "with_state"), [("silu", True), ("plain", False)])
 def test_convolution_of_packed_segments_over_several_tiles(interpreted, variant, with_state):
     bounds = torch.tensor([0, 2, 2, 40, 41, 70], dtype=torch.int32)
     exact, actual = (
@@ -778,10 +729,9 @@ def test_diagonal_scans_in_parts_of_time_read_half_of_the_rows_in_reverse(interp
 
     monkeypatch.setattr(kernels, "SHORTEST_PART", kernels.CHECKPOINT)
     monkeypatch.setattr(kernels, "FEWEST_PARTS", 1)
-    for op in ("longhorn_scan", "selective_scan"):
-        inputs = make_inputs(op, tokens=34, sizes={"D": 2, "N": 20}).with_own_parameters()
-        exact = gradients(inputs, run=Inputs.run_both_ways, backend="reference")
-        assert_as_accurate_as_torch(inputs.map(torch.Tensor.float), exact, reverse="second_half")
+    inputs = make_inputs("selective_scan", tokens=34, sizes={"D": 2, "N": 20}).with_own_parameters()
+    exact = gradients(inputs, run=Inputs.run_both_ways, backend="reference")
+    assert_as_accurate_as_torch(inputs.map(torch.Tensor.float), exact, reverse="second_half")
 
 
 SCAN_LAUNCHES = [

@@ -9,7 +9,6 @@ import torch
 from kernel_inputs import Inputs, assert_accurate, error, gradients, make_inputs
 
 OP = "orthogonal_recurrence"
-CHUNKED = ("plain", "encode", "similarity", "ttt", "gated", "unnormalized")
 BOUNDS = (0, 3, 3, 13, 15)
 
 
@@ -38,14 +37,13 @@ def unnormalized(inputs, objective):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", CHUNKED)
+@pytest.mark.parametrize("variant", ["encode", "ttt", "gated", "unnormalized"])
 def test_chunks_equal_their_definition(interpreted, variant):
     inputs = make_inputs(OP, variant, batch=1, tokens=7)
     assert_as_accurate_as_torch(inputs, gradients(inputs, backend="reference", chunk_size=3), chunk_size=3)
 
 
-@pytest.mark.parametrize("tokens", [1, 33])
-@pytest.mark.parametrize("objective", ["decode", "encode", "ttt"])
+@pytest.mark.parametrize(("objective", "tokens"), [("decode", 1), ("encode", 33), ("ttt", 33)])
 def test_chunks_of_many_slots(interpreted, objective, tokens):
     inputs = make_inputs(OP, "gated", batch=1, tokens=tokens, sizes={"H": 1, "D": 20, "M": 19})
     inputs = replace(inputs, options={**inputs.options, "objective": objective})
@@ -53,7 +51,7 @@ def test_chunks_of_many_slots(interpreted, objective, tokens):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", CHUNKED)
+@pytest.mark.parametrize("variant", ["plain", "ttt", "unnormalized"])
 def test_chunks_of_more_than_a_few_tokens(interpreted, variant):
     inputs = make_inputs(OP, variant, batch=1, tokens=37, sizes={"H": 1})
     inputs.initial_state[..., 1] = 0
@@ -94,8 +92,9 @@ def test_a_threshold_where_tokens_do_not_write(interpreted, short_stretches, nor
     assert_as_accurate_as_torch(inputs, gradients(inputs, backend="reference"))
 
 
-@pytest.mark.parametrize("chunk_size", [1, 4])
-@pytest.mark.parametrize("variant", ["gated", "unnormalized", "encode", "ttt"])
+@pytest.mark.parametrize(
+    ("variant", "chunk_size"), [("gated", 1), ("gated", 4), ("unnormalized", 4), ("encode", 4), ("ttt", 1)]
+)
 def test_empty_slots_and_zero_keys(interpreted, short_stretches, variant, chunk_size):
     inputs = make_inputs(OP, variant, batch=1, tokens=9, sizes={"H": 1})
     inputs.initial_state[..., 1] = 0
@@ -115,9 +114,7 @@ def test_packed_half_precision(interpreted, short_stretches, chunk_size, dtype):
         assert error(actual[name], value) <= 2 * torch.finfo(actual[name].dtype).eps + 1e-5, name
 
 
-@pytest.mark.parametrize(
-    ("variant", "tokens", "chunk_size"), [("l1", 6, 1), ("ttt", 5, 3), ("encode", 5, 3), ("unnormalized", 19, 17)]
-)
+@pytest.mark.parametrize(("variant", "tokens", "chunk_size"), [("l1", 6, 1), ("unnormalized", 19, 17)])
 def test_half_of_the_rows_is_read_from_the_end(interpreted, short_stretches, variant, tokens, chunk_size):
     inputs = make_inputs(OP, variant, tokens=tokens)  # four heads for three programs of the exact form's backward pass
     if variant == "l1":

@@ -218,18 +218,6 @@ class Largest(torch.overrides.TorchFunctionMode):
         return result
 
 
-@pytest.mark.parametrize(("name", "options"), [("attention", {}), ("window_attention", {"window": 5})])
-def test_only_the_distance_of_positions_counts(name: str, options: dict[str, Any]) -> None:
-    mixer = make(name, rotary=True, **options)
-    x = make_tokens(1, 10)
-    _, state = mixer(x[:, :4])
-    turned = rotate_pairs(state.key, *rotary_angles(state.key, torch.full((4,), 1000)))
-    later = state._replace(key=turned, length=state.length + 1000)
-    torch.testing.assert_close(mixer(x[:, 4:], later)[0], mixer(x[:, 4:], state)[0], rtol=1e-9, atol=1e-9)
-    still = state._replace(length=state.length + 1000)
-    assert (mixer(x[:, 4:], still)[0] - mixer(x[:, 4:], state)[0]).abs().max() > 1e-3
-
-
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("causal", [True, False])
 def test_rows_longer_than_a_window_may_be_read_as_packed_sequences(

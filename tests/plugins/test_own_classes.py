@@ -102,18 +102,6 @@ def open_test_set(node: dict[str, Any]) -> None:
     OwnLayout(keys).open_held_out("test", [], foreign=False)
 
 
-def test_a_set_is_measured_without_one_to_train_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(folder)
-    plugins.load([MODULE])
-    keys = ImageDataKeys(
-        name="own", source="own", img_size=8, test_set={"_target_": "own_shapes.Squares", "samples": 9}
-    )
-    found = OwnLayout(keys).open_held_out("test", [], foreign=False)
-    assert found is not None
-    assert len(found) == 9
-    assert OwnLayout(keys).open_held_out("validation", [], foreign=False) is None
-
-
 def test_only_classes_of_plug_ins_are_built(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     plugins.load([MODULE])

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from longseq import mixers
 
+# One mixer of each kind of code: softmax attention, delta rules with and without gates, slots, long convolutions, the
+# orthogonal recurrence, scans along channels, linear attention, and least squares.
+REPRESENTATIVES = ("attention", "deltanet", "gsa", "hyena", "lattice", "longhorn", "mamba2", "rwkv7", "vla")
+
 
 def cover_operations() -> list[str]:
     """Mixers that have every operation between them, and those without an operation."""

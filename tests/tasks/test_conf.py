@@ -5,6 +5,7 @@ from __future__ import annotations
 import email
 import inspect
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from arena_files import write_arena
 from group_tasks import task_of
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger
+from representatives import REPRESENTATIVES
 
 import longseq.conf
 from longseq import mixers
@@ -35,20 +37,28 @@ from longseq.tasks.training.recipe import Training
 from longseq.tasks.training.trainer import build_callbacks
 
 CONF = Path(longseq.conf.__file__).parent
-GROUPS = ("task", "mixer", "model", "data", "recipe", "trainer", "callbacks", "logger")
+GROUPS = ("task", "mixer", "model", "data", "trainer", "callbacks", "logger")  # image/test_data_conf.py has recipes
 # Those that name a class of the user's own are tested in tests/plugins/test_own_classes.py.
 OWN = (("data", "own"), ("model", "own"))
+EXPERIMENTS = sorted(path.relative_to(CONF / "experiment") for path in (CONF / "experiment").rglob("*.yaml"))
+# What experiments choose is in a run of theirs; image/test_data_conf.py and probe/test_probe.py build their data.
+RUN = {
+    choice
+    for path in EXPERIMENTS
+    for choice in re.findall(
+        r"override /(task|mixer|model|data|scale): (\w+)", (CONF / "experiment" / path).read_text()
+    )
+}
 OPTIONS = [
     option
-    for group in GROUPS
-    for path in sorted((CONF / group).glob("*.yaml"))
-    if (option := (group, path.stem)) not in OWN
-] + [
-    (group, name)
-    for group, names in (("mixer", mixers.mixer_names()), ("scale", SCALES), ("data", ["state_tracking"]))
-    for name in names
+    for option in (
+        *((group, path.stem) for group in GROUPS for path in sorted((CONF / group).glob("*.yaml"))),
+        *(("mixer", name) for name in REPRESENTATIVES),
+        *(("scale", name) for name in SCALES),
+        ("data", "state_tracking"),
+    )
+    if option not in OWN and option not in RUN and not (option[0] == "data" and task_of(*option) in ("image", "probe"))
 ]
-EXPERIMENTS = sorted(path.relative_to(CONF / "experiment") for path in (CONF / "experiment").rglob("*.yaml"))
 SMALL = DataInfo(["a", "b"], 2, 32, 3, [0.5] * 3, [0.5] * 3, "bicubic", 1.0)
 SMALL_PROBE = ProbeInfo("mqar", vocab_size=8, longest=16, rebuild=False)
 SMALL_TEXT = TextInfo(vocab_size=8, separator=7, window=16, tokenizer={"kind": "bytes"})

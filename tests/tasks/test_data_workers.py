@@ -10,11 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from documents import make_rows, write_jsonl
 from forked import run_longseq, start_fork
-from PIL import Image
 
 # Runs commands, one in each line of the input, in a process whose own processes begin anew. The other packages are
 # imported once for all of them, which takes seconds; what is ours each of them imports.
@@ -40,25 +38,12 @@ SMALL = (
     "recipe.batch_size=512"
 )
 RUNS = {
-    "image": (
-        "data=image_folder data.root=images data.img_size=16 data.val_fraction=0.2 recipe.augment.mixing.mixup=0.5 "
-        "scale=nano model.patch_size=8 recipe.batch_size=16"
-    ),
     "lm": f"task=lm data=text data.window=16 callbacks.text_samples=null {SMALL}",
-    "document": (
-        "task=document data=documents data.max_length=128 data.truncation=middle data.random_crops=true "
-        f"callbacks.linear=null {SMALL}"
-    ),
 }
 
 
 @pytest.mark.slow
 def test_workers_that_begin_anew_read_what_the_run_itself_reads(tmp_path: Path) -> None:
-    draw = np.random.default_rng(0)
-    for number in range(40):
-        folder = tmp_path / "images" / "ab"[number % 2]
-        folder.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(draw.integers(0, 256, (20, 24, 3), np.uint8)).save(folder / f"{number}.png")
     write_jsonl(tmp_path / "rows.jsonl", make_rows(90))
     lines = [
         f"train mixer=linear_attention {SHORT} {words} data.num_workers={workers} output={name}{workers}"

@@ -84,23 +84,6 @@ def test_predict_cuts_images_as_timm_does_for_the_model(options, compose_config,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["squash", "border"])
-def test_evaluate_cuts_images_as_timm_does_for_the_model(mode, compose_config, tmp_path):
-    model = save_model(tmp_path / "model", pretrained_cfg_overlay={"crop_mode": mode})
-    transform, losses = timm.data.create_transform(**timm.data.resolve_model_data_config(model)), []
-    for number, size in enumerate([(48, 80), (300, 40), (40, 300), (90, 70)]):
-        name, label = ("a", 0) if number % 2 else ("b", 3)
-        (tmp_path / "images" / name).mkdir(parents=True, exist_ok=True)
-        pixels = np.random.default_rng(number).integers(0, 256, (size[1], size[0], 3), np.uint8)
-        Image.fromarray(pixels).save(tmp_path / "images" / name / f"{number}.png")
-        with torch.no_grad():
-            losses.append(-float(model(transform(Image.fromarray(pixels))[None]).log_softmax(1)[0, label]))
-    words = (f"checkpoint={tmp_path / 'model'}", "data.source=folder", f"data.root={tmp_path / 'images'}")
-    metrics = evaluate.run(compose_config("evaluate", *words, "data.class_map={a: 0, b: 3}", "trainer=cpu"))
-    assert metrics["test/loss"] == pytest.approx(sum(losses) / 4, abs=1e-4)
-
-
-@pytest.mark.slow
 def test_evaluate_repeats_the_test_of_training(run, checkpoint, compose_config):
     metrics = evaluate.run(compose_config("evaluate", f"checkpoint={checkpoint}", "trainer=cpu"))
     trained = json.loads((run / "metrics.json").read_text())

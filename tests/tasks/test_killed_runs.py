@@ -85,18 +85,17 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_killed_runs_go_on_as_if_nothing_had_happened(folder: Path, command_here: Callable[..., Any]) -> None:
-    kill(folder, [("writing:5", words_of(run, run, 7)) for run in RUNS])
-    for run in RUNS:
-        checkpoints = folder / run / "checkpoints"
-        assert (checkpoints / "last.ckpt.partial").is_file()
-        assert last(folder / run)["global_step"] == 4, "the former checkpoint is whole"
-        for output in (run, f"{run}_whole"):
-            done = command_here(folder, "train", *words_of(run, output, 7))
-            assert done.returncode == 0, done.stderr
-            assert ("continuing from" in done.stdout) == (output == run)
-        assert not (checkpoints / "last.ckpt.partial").exists()
-        assert_same_runs(folder / f"{run}_whole", folder / run)
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(folder: Path, command_here: Callable[..., Any]) -> None:
+    run, checkpoints = "crops_in_segments", folder / "cut" / "checkpoints"
+    kill(folder, [("writing:5", words_of(run, "cut", 7))])
+    assert (checkpoints / "last.ckpt.partial").is_file()
+    assert last(folder / "cut")["global_step"] == 4, "the former checkpoint is whole"
+    for output in ("cut", "whole"):
+        done = command_here(folder, "train", *words_of(run, output, 7))
+        assert done.returncode == 0, done.stderr
+        assert ("continuing from" in done.stdout) == (output == "cut")
+    assert not (checkpoints / "last.ckpt.partial").exists()
+    assert_same_runs(folder / "whole", folder / "cut")
 
 
 @pytest.mark.soak

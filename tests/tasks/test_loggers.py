@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import struct
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -88,49 +86,6 @@ SHORT = ("recipe.epochs=1", "data.num_workers=0", "+trainer.limit_train_batches=
 
 def read_metrics(run: Path) -> dict[str, Any]:
     return json.loads((run / "metrics.json").read_text())
-
-
-def read_records(file: Path) -> Iterator[bytes]:
-    """The records of a LevelDB log, as Weights & Biases keeps a run on the disk, behind a header of its own."""
-    data, place, parts = file.read_bytes(), 7, b""
-    while place + 7 <= len(data):
-        left = 32768 - place % 32768  # in this block; fewer bytes than a record's header are padding
-        if left < 7:
-            place += left
-            continue
-        _, length, kind = struct.unpack_from("<IHB", data, place)
-        parts += data[place + 7 : place + 7 + length]
-        place += 7 + length
-        if kind in (1, 4):  # a whole record, or the last part of one
-            yield parts
-            parts = b""
-
-
-@pytest.mark.slow
-def test_weights_and_biases_gets_the_numbers_of_a_run(command_here, tmp_path: Path, tiny_overrides, monkeypatch):
-    wandb = pytest.importorskip("wandb")
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    for name in ("CACHE", "CONFIG", "DATA"):
-        monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path / "wandb"))
-    done = command_here(tmp_path, "train", *tiny_overrides, *SHORT, "logger=wandb", "output=run")
-    assert done.returncode == 0, done.stderr
-    assert wandb.run is None, "the next run of this process would continue this one"
-    wandb.teardown()  # its own process writes the end of the file
-
-    (file,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
-    last, config = {}, {}
-    for record in map(Record.FromString, read_records(file)):
-        last |= {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
-        for update in (*record.run.config.update, *record.config.update):
-            config["/".join(update.nested_key) or update.key] = json.loads(update.value_json)
-    for name in ("val/top1", "test/top1", "test/loss"):
-        assert last[name] == pytest.approx(read_metrics(tmp_path / "run")[name]), name
-    assert 0 < last["train/loss"] < 10
-    assert last["trainer/global_step"] == 2
-    assert config["mixer.name"] == "attention"
 
 
 @pytest.mark.slow

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from PIL import Image
+from representatives import REPRESENTATIVES
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.metadata import parse_session_start_info_plugin_data
 from zeros import without_zeros
 
-from longseq import mixers
 from longseq.backbones.image import ImageBackbone
 from longseq.tasks import predict, train
 from longseq.tasks.image.data import ImageDataModule
@@ -79,8 +79,8 @@ def test_the_worst_errors_are_listed_by_their_files(run):
     assert [float(row["loss"]) for row in rows] == pytest.approx([expected[path] for path in worst], abs=1e-4)
 
 
-@pytest.mark.parametrize("mixer", mixers.mixer_names())
-def test_every_mixer_has_saliency(mixer):
+@pytest.mark.parametrize("mixer", REPRESENTATIVES)
+def test_saliency_is_the_gradient_of_a_score(mixer):
     torch.manual_seed(0)
     model = ImageBackbone(img_size=8, patch_size=4, embed_dim=16, depth=1, num_classes=3, mixer=mixer)
     model = without_zeros(model).eval()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -64,32 +62,6 @@ def test_a_run_writes_checkpoints_events_metrics_and_its_configuration(tiny, tmp
 
 
 @pytest.mark.slow
-def test_the_metrics_are_those_of_the_best_checkpoint(tiny, tmp_path):
-    train.run(tiny("recipe.epochs=4", "recipe.learning_rate=0.02"))
-    run = tmp_path / "run"
-    metrics = json.loads((run / "metrics.json").read_text())
-    board = EventAccumulator(str(run)).Reload()
-    epoch = read(run / "checkpoints" / "best.ckpt")["epoch"]
-    for tag in ("val/top1", "val/top5", "val/loss"):
-        assert metrics[tag] == pytest.approx(board.Scalars(tag)[epoch].value)
-    saved = read(run / "checkpoints" / "last.ckpt")["callbacks"]
-    (best,) = (state["best_metrics"] for state in saved.values() if "best_metrics" in state)
-    assert best == {tag: metrics[tag] for tag in best}
-
-
-@pytest.mark.slow
-def test_with_accumulation_the_loss_of_each_update_is_that_of_its_whole_batch(tiny, tmp_path):
-    losses = []
-    for parts in (1, 4):
-        folder = tmp_path / str(parts)
-        words = (f"trainer.accumulate_grad_batches={parts}", "trainer.log_every_n_steps=1", f"output={folder}")
-        # mixing is drawn for each part of a batch
-        train.run(tiny("recipe.epochs=1", "recipe.augment.mixing.prob=0", *words))
-        losses.append([event.value for event in EventAccumulator(str(folder)).Reload().Scalars("train/loss")])
-    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
-
-
-@pytest.mark.slow
 def test_a_run_that_ends_before_its_model_is_written_is_finished_by_resume(tmp_path, command_here, tiny_overrides):
     words = ("train", *tiny_overrides, "recipe.epochs=1", "output=run")
     with pytest.MonkeyPatch.context() as patch:
@@ -115,19 +87,6 @@ def test_a_rank_that_another_job_left_is_ignored(tmp_path, monkeypatch, command_
     assert (tmp_path / "run" / "model").is_dir()
 
 
-@pytest.mark.slow
-def test_a_finished_run_of_another_configuration_is_not_taken_for_this_one(tmp_path, command_here, tiny_overrides):
-    words = ("train", *tiny_overrides, "recipe.epochs=1", "output=run", "data.num_workers=0")
-    assert command_here(tmp_path, *words).returncode == 0
-    again = command_here(tmp_path, *words, "resume=true")
-    assert again.returncode == 0, again.stderr
-    assert "this run is finished: run; without resume=true, and with another output, it trains anew" in again.stdout
-    other = command_here(tmp_path, *words, "resume=true", "recipe.epochs=2", "seed=5")
-    assert other.returncode == 2
-    told = "last.ckpt was trained with another configuration (recipe.epochs: 1 there, 2 here; seed: 0 there, 5 here)"
-    assert told in other.stderr
-
-
 INTERRUPTIBLE = (
     "recipe.epochs=3",
     "model.drop_path_rate=0.2",
@@ -146,41 +105,20 @@ def uninterrupted(tmp_path_factory, compose_config, tiny_overrides):
     return folder / "run"
 
 
-def told_to_end_at(update, training_step):
-    """A training step in which the process is sent SIGTERM."""
-
-    def step(module, *arguments):
-        if module.global_step == update:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return training_step(module, *arguments)
-
-    return step
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])
-def test_an_interrupted_run_resumes_to_the_weights_of_an_uninterrupted_one(
-    name, tmp_path, uninterrupted, start, command_here, tiny_overrides
+def test_a_killed_run_resumes_to_the_weights_of_an_uninterrupted_one(
+    tmp_path, uninterrupted, start, command_here, tiny_overrides
 ):
     """Mid-epoch, with an average of the weights, accumulation, drop path, and gradients clipped."""
     words = ("train", *tiny_overrides, *INTERRUPTIBLE)
-    if name == "SIGTERM":
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ImageClassifier, "training_step", told_to_end_at(7, ImageClassifier.training_step))
-            stopped = command_here(tmp_path, *words)
-        code, errors = stopped.returncode, stopped.stderr
-    else:
-        process = start(tmp_path, *words)
-        while not list(tmp_path.glob("outputs/image/*/checkpoints/last.ckpt")):
-            assert process.poll() is None, process.stderr.read()
-            time.sleep(0.01)
-        process.kill()
-        _, errors = process.communicate(timeout=60)
-        code = process.returncode
+    process = start(tmp_path, *words)
+    while not list(tmp_path.glob("outputs/image/*/checkpoints/last.ckpt")):
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.01)
+    process.kill()
+    process.communicate(timeout=60)
     run = only(tmp_path, "outputs/image/*")
-    assert code == {"SIGKILL": -9, "SIGTERM": 143}[name], errors
-    assert ("resume=true" in errors) == (name == "SIGTERM")
-    assert (run / "run.lock").exists() == (name == "SIGKILL")
+    assert (run / "run.lock").exists()
     saved = read(run / "checkpoints" / "last.ckpt")
     assert 0 < saved["global_step"] < 60
     saved["seconds"] += 1000  # as if its first leg had taken so long
@@ -195,24 +133,6 @@ def test_an_interrupted_run_resumes_to_the_weights_of_an_uninterrupted_one(
     metrics = [json.loads((folder / "metrics.json").read_text()) for folder in (uninterrupted, run)]
     assert metrics[0]["test/top1"] == metrics[1]["test/top1"]
     assert metrics[0]["seconds"] < 1000 < metrics[1]["seconds"] < 1300
-
-
-@pytest.mark.slow
-def test_resuming_layers_that_compute_something_else_by_now_is_refused(tiny, tmp_path):
-    train.run(tiny("recipe.epochs=1", "+trainer.limit_train_batches=1"))
-    path = tmp_path / "run" / "checkpoints" / "last.ckpt"
-    contents = read(path)
-    revisions = contents["model_config"]["revisions"]
-    contents["model_config"]["revisions"] = dict.fromkeys(revisions, 0)
-    torch.save(contents, path)
-    (tmp_path / "run" / "metrics.json").unlink()
-    with pytest.raises(ValueError, match=r"its .* are of revision 0, and this"):
-        train.run(tiny("recipe.epochs=1", "+trainer.limit_train_batches=1", f"resume={path}"))
-    contents["model_config"]["revisions"] = revisions
-    contents["model_config"]["model_args"]["merge"] = "mean"
-    torch.save(contents, path)
-    with pytest.raises(ValueError, match=r"was built with merge=mean, this one with merge=sum"):
-        train.run(tiny("recipe.epochs=1", "+trainer.limit_train_batches=1", f"resume={path}"))
 
 
 @pytest.mark.slow
@@ -322,25 +242,3 @@ def test_a_run_is_repeated_by_its_record(tmp_path, command_here, tiny_overrides)
     same_place = command_here(tmp_path, "train", "--config-dir=first", "--config-name", "config")
     assert same_place.returncode == 2
     assert "first holds a run already" in same_place.stderr
-
-
-@pytest.mark.slow
-def test_fine_tuning_starts_from_a_checkpoint_at_another_stride(tiny, tmp_path):
-    train.run(tiny("recipe.epochs=1"))
-    trained = tmp_path / "run" / "checkpoints" / "best.ckpt"
-    value = train.run(
-        tiny(
-            f"output={tmp_path / 'finer'}",
-            f"init={trained}",
-            "model.stride=2",
-            "recipe.epochs=1",
-            "recipe.learning_rate=0",
-        )
-    )
-    assert value > 0.05
-    first, second = read(trained), read(tmp_path / "finer" / "checkpoints" / "best.ckpt")
-    assert second["state_dict"]["backbone.pos_embed"].shape[1] < first["state_dict"]["backbone.pos_embed"].shape[1]
-    name = "backbone.blocks.1.mixer.in_proj.weight"
-    torch.testing.assert_close(second["state_dict"][name], first["state_dict"][name], atol=1e-3, rtol=0)
-    with pytest.raises(ValueError, match=r"init: \d+ weights do not fit the model"):
-        train.run(tiny(f"output={tmp_path / 'wider'}", f"init={trained}", "model.embed_dim=32"))

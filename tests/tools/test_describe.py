@@ -11,10 +11,10 @@ import timm
 import torch
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
+from representatives import REPRESENTATIVES
 from torch.utils.flop_counter import FlopCounterMode
 
 import longseq  # noqa: F401  registers the models
-from longseq import mixers
 from longseq.tools.describe import describe_model, run
 
 DATA = {"img_size": 224, "in_chans": 3}
@@ -48,8 +48,8 @@ def test_flops_without_data_are_those_of_a_real_pass() -> None:
     assert next(model.parameters()).device.type == "cpu"
 
 
-@pytest.mark.parametrize("mixer", mixers.mixer_names())
-def test_facts_of_every_mixer(mixer: str) -> None:
+@pytest.mark.parametrize("mixer", REPRESENTATIVES)
+def test_facts_of_mixers(mixer: str) -> None:
     facts = describe_small(mixer=mixer)
     parameters = facts["parameters"]
     assert sum(parameters["parts"].values()) == parameters["total"] == parameters["trainable"]

@@ -14,6 +14,7 @@ import onnx
 import pytest
 import timm
 import torch
+from cases import cases
 from export_programs import share_program
 from PIL import Image
 from torch import Tensor, nn
@@ -29,7 +30,6 @@ from longseq.tools.export.checked_file import TRACED_BATCH
 from longseq.tools.export.formats import SUFFIXES
 from longseq.tools.export.metadata import classifier_metadata, encode
 from longseq.tools.export.parity import probe_images
-from longseq.tools.export.spec import FileSpec
 
 PROGRAM = Path(__file__).resolve().parents[2] / "docs" / "programs" / "read_image.py"
 VIM, VIT = "longseq_tiny_patch16_224", "longseq_vit_tiny_patch16_224"
@@ -58,18 +58,13 @@ def build(chassis: str = VIM, mixer: str = "attention", *, seed: int = 0, **opti
     return model.eval()
 
 
-# Every mixer, where tokens are read forward; both ways and around a class token, those that need one pass for it and
-# two that need a scan for each.
-EXPORTED = sorted(
-    {(VIT, mixer) for mixer in mixers.mixer_names()}
-    | {(VIM, mixer) for mixer in mixers.mixer_names() if mixers.get(mixer).supports_noncausal}
-    | {(VIM, "longhorn"), (VIM, "deltanet")}
-)
-# ONNX and pt2 take up to ten seconds, TorchScript a fifth of one. These models read both ways, and forward: with a long
-# convolution and in windows.
+# Every mixer, where tokens are read forward; both ways and around a class token, one that needs one pass for it and two
+# that need a scan for each.
+EXPORTED = [*((VIT, mixer) for mixer in mixers.mixer_names()), (VIM, "attention"), (VIM, "longhorn"), (VIM, "deltanet")]
+# ONNX and pt2 take up to ten seconds, TorchScript a fifth of one. This model reads both ways.
 # `test_dynamic_resolution` has a scan over time. tests/kernels/test_export.py exports every operation and
-# test_export_language.py its steps.
-IN_ALL_FORMATS = [(VIM, "deltanet"), (VIT, "baseconv"), (VIT, "window_attention")]
+# test_export_language.py steps.
+IN_ALL_FORMATS = [(VIM, "attention")]
 
 
 # Programs without our packages. Each is given pairs of a file and the images with their logits.
@@ -120,8 +115,8 @@ def test_files_run_in_other_processes(tmp_path: Path) -> None:
             share_program(patch)
             for format in FORMATS if (chassis, mixer) in IN_ALL_FORMATS else ("torchscript",):
                 path = cases.with_suffix(SUFFIXES[format])
-                report = export_image_classifier(model, path, format=format, data=DATA, batch_sizes=(1, 3))
-                assert [row.shape[0] for row in report.comparisons] == [1, 3]
+                report = export_image_classifier(model, path, format=format, data=DATA, batch_sizes=(1,))
+                assert [row.shape[0] for row in report.comparisons] == [1]
                 assert all(row.passed and row.top1 == 1 for row in report.comparisons)
                 written[format] += [path, cases]
     runs = {WITH_TORCH: written["torchscript"] + written["pt2"], WITH_ONNXRUNTIME: written["onnx"]}
@@ -149,8 +144,8 @@ def test_preprocessing_and_softmax_in_a_file_of_a_fixed_resolution(tmp_path: Pat
 @pytest.mark.parametrize(
     ("mixer", "direction", "formats"),
     [
-        ("attention", "bidirectional", [*FORMATS]),
-        ("longhorn", "forward", [*FORMATS]),
+        ("attention", "bidirectional", ["torchscript"]),
+        ("longhorn", "forward", ["torchscript", "onnx"]),
         ("deltanet", "cross", ["torchscript"]),
     ],
 )
@@ -171,7 +166,7 @@ def test_dynamic_resolution(
 
 @pytest.mark.slow
 def test_a_pt2_file_takes_one_patch_and_no_rows(tmp_path: Path) -> None:
-    model, path = build(mixer="deltanet", dynamic_img_size=True), tmp_path / "model.pt2"
+    model, path = build(mixer="linear_attention", dynamic_img_size=True), tmp_path / "model.pt2"
     report = export_image_classifier(
         model, path, format="pt2", data=DATA, dynamic_resolution=True, batch_sizes=[1], tolerance=1e-3
     )
@@ -185,28 +180,25 @@ def test_a_pt2_file_takes_one_patch_and_no_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_file_refuses_parts_of_patches_as_the_model_does(tmp_path: Path, captured_once: None) -> None:
-    """A Vision Transformer of timm: its own check is Python, which ONNX and TorchScript do not keep."""
+def test_a_file_refuses_parts_of_patches_as_the_model_does(tmp_path: Path) -> None:
+    """A Vision Transformer of timm: its own check is Python, which no file keeps."""
     options = {"embed_dim": 24, "depth": 1, "num_heads": 2, "num_classes": 5, "dynamic_img_size": True}
     model, images = timm.create_model("vit_tiny_patch16_224", **options).eval(), torch.randn(2, 3, 80, 16)
-    for format, suffix in SUFFIXES.items():
-        path = tmp_path / f"model{suffix}"
-        report = export_image_classifier(
-            model, path, format=format, data={"img_size": 64}, dynamic_resolution=True, batch_sizes=[1]
-        )
-        assert report.metadata["patch_size"] == [16, 16]
-        call = FORMATS[format].open_file(path)
-        with torch.no_grad():
-            torch.testing.assert_close(call(images), model(images), atol=1e-4, rtol=0)
-        for height, width in ((70, 65), (64, 65), (70, 64)):
-            with pytest.raises(Exception, match=r"of this size|out of data bounds|Guard failed"):
-                call(torch.randn(2, 3, height, width))
+    path = tmp_path / "model.onnx"
+    report = export_image_classifier(
+        model, path, format="onnx", data={"img_size": 64}, dynamic_resolution=True, batch_sizes=[1]
+    )
+    assert report.metadata["patch_size"] == [16, 16]
+    call = FORMATS["onnx"].open_file(path)
+    with torch.no_grad():
+        torch.testing.assert_close(call(images), model(images), atol=1e-4, rtol=0)
+    for height, width in ((70, 65), (64, 65), (70, 64)):
+        with pytest.raises(Exception, match=r"of this size|out of data bounds"):
+            call(torch.randn(2, 3, height, width))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("channels", [1, 3])
-@pytest.mark.parametrize("img_size", [36, [48, 80]])
-@pytest.mark.parametrize("mode", ["center", "squash", "border"])
+@cases(("mode", "img_size", "channels"), [("center", 36, 3), ("squash", [48, 80], 1), ("border", [48, 80], 3)])
 def test_a_program_without_longseq_prepares_images(
     mode: str, img_size: int | list[int], channels: int, tmp_path: Path
 ) -> None:
@@ -237,25 +229,10 @@ def test_a_program_without_longseq_prepares_images(
 @pytest.mark.slow
 def test_models_of_timm_state_their_own_preprocessing(tmp_path: Path) -> None:
     model = timm.create_model("test_resnet", num_classes=3).eval()
-    report = export_image_classifier(model, tmp_path / "model.onnx", batch_sizes=[1])
+    report = export_image_classifier(model, tmp_path / "model.pt", format="torchscript", batch_sizes=[1])
     assert report.metadata["model"] == "test_resnet"
     assert report.metadata["img_size"] == 160
     assert {row.shape[2:] for row in report.comparisons} == {(160, 160)}
-
-
-class Angle(nn.Module):
-    """The angle of a place, in double precision."""
-
-    def forward(self, place: Tensor) -> Tensor:
-        return 2 * torch.pi * place.double() / 3 + 0.1
-
-
-@pytest.mark.slow
-def test_numbers_beside_double_precision_are_not_rounded_to_float32(tmp_path: Path) -> None:
-    spec = FileSpec(inputs={"place": {0: "places"}}, outputs=["angle"], metadata={}, opset=20)
-    onnx_file.write(Angle(), (torch.ones(2),), tmp_path / "angle.onnx", spec)
-    place = torch.tensor([0.0, 1.0, 100_000.0])
-    torch.testing.assert_close(onnx_file.open_file(tmp_path / "angle.onnx")(place), Angle()(place), rtol=1e-15, atol=0)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from representatives import REPRESENTATIVES
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -24,7 +25,6 @@ from longseq.tools.hugging_face.cache import CACHE_NAME, LongseqCache
 from longseq.tools.hugging_face.causal_lm import LongseqConfig, LongseqForCausalLM
 
 VOCABULARY = 40
-END = 1
 PROMPTS = ([3, 4, 5, 6, 7, 8, 9], [10, 11], [12])
 TOKENS = torch.tensor([[3, 4, 5, 6, 7, 8], [9, 8, 7, 6, 5, 4]])
 
@@ -62,7 +62,7 @@ def pad(prompts: Any, side: str = "left") -> dict[str, Tensor]:
     return {"input_ids": torch.tensor(rows), "attention_mask": torch.tensor(masks)}
 
 
-@pytest.mark.parametrize("mixer", mixers.mixer_names())
+@pytest.mark.parametrize("mixer", REPRESENTATIVES)
 @pytest.mark.slow
 def test_generate_continues_padded_prompts_and_beams_as_each_alone(mixer: str) -> None:
     model = make_writer(mixer)
@@ -153,7 +153,7 @@ def test_the_side_of_padding_does_not_change_the_loss(mixer: str) -> None:
         assert torch.equal(labels, given)
 
 
-@pytest.mark.parametrize("mixer", [*mixers.mixer_names(), "deltanet+attention"])
+@pytest.mark.parametrize("mixer", [*REPRESENTATIVES, "deltanet+attention"])
 @pytest.mark.slow
 def test_adapters_of_every_projection_train_and_merge(mixer: str) -> None:
     peft = pytest.importorskip("peft", reason="needs peft")
@@ -291,21 +291,6 @@ def test_a_cache_goes_on_where_it_ended(side: str) -> None:
         torch.testing.assert_close(model(further[:, :1], past_key_values=other).logits, steps[0][:, :1])
 
 
-def test_packed_sequences_by_their_borders_do_not_see_each_other() -> None:
-    model = make()
-    row = torch.cat([TOKENS[0, :4], TOKENS[1]])[None]
-    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5]])
-    borders = torch.tensor([0, 4, 10])
-    scores = model(row, use_cache=False, cu_seq_lens_q=borders, position_ids=positions).logits[0]
-    torch.testing.assert_close(scores[:4], model(TOKENS[:1, :4]).logits[0])
-    torch.testing.assert_close(scores[4:], model(TOKENS[1:]).logits[0])
-    assert torch.equal(model(TOKENS[:1], position_ids=torch.arange(6)[None]).logits, model(TOKENS[:1]).logits)
-    with pytest.raises(ValueError, match="packed sequences must be in one row"):
-        model(row.repeat(2, 1), position_ids=positions.repeat(2, 1))
-    with pytest.raises(ValueError, match="cannot be combined"):
-        model(row, attention_mask=torch.arange(10)[None] < 9, cu_seq_lens_q=borders)
-
-
 @pytest.mark.parametrize("mixer", ["deltanet", "attention"])
 def test_packed_sequences_are_told_apart_in_all_ways_of_transformers(mixer: str) -> None:
     """By their numbers alone, where the first one is the rest of a longer one, and with padding around them."""
@@ -357,25 +342,6 @@ def test_the_vocabulary_can_grow(tmp_path: Path) -> None:
         assert longseq.models.describe(again)["model_args"]["vocab_size"] == VOCABULARY + 3
 
 
-@pytest.mark.parametrize("adapter", [False, True])
-@pytest.mark.slow
-def test_smoothed_labels_are_those_of_the_next_token(adapter: bool, tmp_path: Path) -> None:
-    from transformers import Trainer, TrainingArguments
-
-    model = make_writer().float()
-    if adapter:
-        peft = pytest.importorskip("peft", reason="needs peft")
-        model = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
-    rows = [{"input_ids": row, "labels": row} for row in TOKENS]
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path), report_to=[], use_cpu=True, disable_tqdm=True, label_smoothing_factor=0.2
-    )
-    loss = Trainer(model=model, args=arguments, eval_dataset=rows).evaluate()["eval_loss"]
-    scores = model.eval()(input_ids=TOKENS).logits[:, :-1].detach().flatten(0, 1)
-    expected = functional.cross_entropy(scores, TOKENS[:, 1:].flatten(), label_smoothing=0.2)
-    assert loss == pytest.approx(float(expected), rel=1e-5)
-
-
 @pytest.mark.slow
 def test_the_trainer_resumes_exactly_and_loads_the_best_weights(tmp_path: Path) -> None:
     from transformers import Trainer, TrainingArguments
@@ -400,44 +366,6 @@ def test_the_trainer_resumes_exactly_and_loads_the_best_weights(tmp_path: Path) 
     chosen = train(**best, metric_for_best_model="eval_loss", greater_is_better=True)
     expected = longseq.from_pretrained(half).state_dict()
     assert all(torch.equal(chosen[f"model.{name}"], value) for name, value in expected.items())
-
-
-@pytest.mark.slow
-def test_both_harnesses_score_and_write_the_same(tmp_path: Path) -> None:
-    """`longseq harness`, and the class that lm-evaluation-harness has for models of transformers."""
-    from lm_eval.api.instance import Instance
-    from lm_eval.models.huggingface import HFLM
-
-    from longseq.tools.harness.evaluation import Adapter
-    from longseq.tools.harness.workers import Workers
-
-    torch.manual_seed(0)
-    model = TokenBackbone(vocab_size=257, d_model=16, depth=1, mixer="gated_deltanet")
-    model.text = {"tokenizer": {"kind": "bytes"}, "window": None}
-    with torch.no_grad():
-        model.embedding.weight.mul_(10)
-    model.save_pretrained(tmp_path)
-    ours = Adapter(Workers(str(tmp_path), ["cpu"], weights="auto", dtype="float32", batch_size=64, modules=[]))
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    theirs = HFLM(pretrained=loaded, tokenizer=tokenizer, batch_size=2, add_bos_token=True, max_length=64)
-    pairs = [("a short one", " goes on"), ("another, which is longer", "!"), ("état", " é"), ("", "begins")]
-    ask = {
-        "loglikelihood": pairs,
-        "loglikelihood_rolling": [("a whole document",)],
-        "generate_until": [("to be", {"until": ["\n"], "max_gen_toks": 6, "do_sample": False})],
-    }
-    for kind, wanted in ask.items():
-        theirs.add_bos_token = kind != "loglikelihood_rolling"  # which puts the first token in front by itself
-        asked = [Instance(kind, {}, one, index) for index, one in enumerate(wanted)]  # type: ignore[arg-type]
-        answers = [getattr(harness, kind)(asked, disable_tqdm=True) for harness in (ours, theirs)]
-        if kind == "generate_until":
-            assert answers[0] == answers[1]
-            continue
-        mine, other = (torch.tensor([one[0] if isinstance(one, tuple) else one for one in found]) for found in answers)
-        torch.testing.assert_close(mine, other, rtol=0, atol=1e-4)
-        if kind == "loglikelihood":
-            assert [one[1] for one in answers[0]] == [one[1] for one in answers[1]]
 
 
 def test_what_would_change_numbers_unnoticed_is_refused(tmp_path: Path) -> None:

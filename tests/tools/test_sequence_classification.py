@@ -60,18 +60,6 @@ def test_the_pipeline_scores_what_longseq_saved(multi_label: bool, tmp_path: Pat
     assert 'pipeline("text-classification"' in (tmp_path / "README.md").read_text()
 
 
-def test_names_of_special_tokens_are_text_where_the_pipeline_is_told_so(tmp_path: Path) -> None:
-    model = make()
-    model.save_pretrained(tmp_path)
-    classify = pipeline("text-classification", model=str(tmp_path), device="cpu")
-    text = f"a {classify.tokenizer.eos_token} b"
-    (found,) = classify([text], top_k=None, split_special_tokens=True)
-    wanted = model(encode(text))[0].softmax(-1)
-    assert {one["label"]: one["score"] for one in found} == pytest.approx(
-        dict(zip(NAMES, wanted.tolist(), strict=True))
-    )
-
-
 def test_one_folder_serves_both_libraries(tmp_path: Path) -> None:
     model = make("forward", max_length=20, truncation="tail")
     model.save_pretrained(tmp_path / "ours")
@@ -116,20 +104,6 @@ def test_padding_changes_no_score_and_the_loss_is_that_of_the_problem(side: str)
     several = torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.0, 0.0], [1.0, 1.0, 1.0]]).double()
     wanted = functional.binary_cross_entropy_with_logits(alone, several)
     torch.testing.assert_close(model(**inputs, labels=several, return_dict=False)[0], wanted)
-
-
-def test_missing_weights_and_unknown_options_are_refused(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    make().save_pretrained(tmp_path)
-    weights = load_file(tmp_path / "model.safetensors")
-    missing = next(name for name in weights if "in_proj" in name)
-    save_file({name: value for name, value in weights.items() if name != missing}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=f"lacks weights: {missing}"):
-        AutoModelForSequenceClassification.from_pretrained(tmp_path)
-    model = LongseqForSequenceClassification(LongseqDocumentConfig(model_args={"vocab_size": 9, "d_model": 16}))
-    with pytest.raises(TypeError, match="unexpected argument 'token_mask'"):
-        model(torch.tensor([[1]]), token_mask=torch.ones(1, 1))
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ["in_proj"], ["in_proj", "head"]])

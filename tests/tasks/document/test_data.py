@@ -9,13 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from longseq.kernels.packing import Packing
 from longseq.tasks.document.batch import IGNORED, truncate
 from longseq.tasks.document.config import DocumentInfo
 from longseq.tasks.document.data import DocumentData
-from longseq.tasks.text.store import MANIFEST
 from tests.support.documents import make_rows, open_data, write_jsonl
 
 Rows = list[dict[str, Any]]
@@ -112,27 +110,6 @@ def test_packed_and_padded_batches_hold_the_same_documents(tmp_path: Path) -> No
         assert found == {n: (split.read(n).tolist(), int(split.targets[n])) for n in range(split.documents)}
 
 
-@pytest.mark.parametrize("packing", ["packed", "padded"])
-def test_training_resumes_inside_an_epoch_with_the_same_batches(tmp_path: Path, packing: str) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", make_rows())
-    data = open_data(tmp_path, root=str(path), packing=packing, batch_size=1024)
-    loader = data.train_dataloader()
-    loader.sampler.set_epoch(2)
-    whole = list(loader)
-    half = data.train_dataloader()
-    half.sampler.set_epoch(2)
-    first = [batch for _, batch in zip(range(3), half, strict=False)]
-    resumed = open_data(tmp_path, root=str(path), packing=packing, batch_size=1024).train_dataloader()
-    resumed.load_state_dict(half.state_dict())
-    resumed.sampler.set_epoch(2)
-    rest = list(resumed)
-    assert len(first) + len(rest) == len(whole) == data.batches_per_epoch
-    for (inputs, targets), (other, others) in zip(first + rest, whole, strict=True):
-        assert torch.equal(inputs.tokens, other.tokens)
-        assert torch.equal(inputs.numbers, other.numbers)
-        assert torch.equal(targets, others)
-
-
 def test_truncation_keeps_the_separator() -> None:
     tokens = np.array([256, *range(10)])
     expected = {
@@ -186,22 +163,6 @@ def test_a_tokenizer_is_trained_on_the_training_documents_alone(tmp_path: Path) 
     assert contents(again, "test") == contents(data, "test")
     with pytest.raises(ValueError, match=r"data\.tokenizer=bytes is another tokenizer"):
         DocumentData.for_evaluation(config, {"tokenizer": "bytes"}, split="test", trained=data.info, batch_size=64)
-
-
-def test_a_changed_file_is_prepared_again_and_a_changed_cache_is_an_error(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", make_rows())
-    first = open_data(tmp_path, root=str(path))
-    (folder,) = (one.parent for one in (tmp_path / "cache").glob(f"*/{MANIFEST}"))
-    tokens = folder / "documents.tokens"
-    content = bytearray(tokens.read_bytes())
-    content[10] ^= 1
-    tokens.write_bytes(bytes(content))
-    with pytest.raises(ValueError, match="truncated or changed"):
-        open_data(tmp_path, root=str(path))
-    (folder / MANIFEST).unlink()  # as after an interruption: what was written is written anew
-    assert contents(open_data(tmp_path, root=str(path)), "test") == contents(first, "test")
-    write_jsonl(path, make_rows(75))
-    assert sum(open_data(tmp_path, root=str(path)).info.sizes.values()) == 75  # type: ignore[arg-type]
 
 
 def test_bad_lines_are_left_out_or_an_error(tmp_path: Path) -> None:

@@ -106,31 +106,3 @@ def test_weights_that_do_not_fit_the_model_are_an_error(configure: Configure, tm
     language_model().save_pretrained(tmp_path / "model")
     with pytest.raises(ValueError, match=r"tokenizer|norm_eps|depth"):
         train.build(configure(f"init={tmp_path / 'model'}", word))
-
-
-@pytest.mark.slow
-def test_a_command_takes_model_and_tokenizer_from_the_file_and_later_from_its_run(
-    words: tuple[str, ...], tmp_path: Path, command: Any
-) -> None:
-    options = {"mixer": "deltanet+attention", "mixer_options": {"deltanet": {"num_heads": 2}}, "mlp": None}
-    model = language_model(**options, positions="learned", max_length=32, dropout=0.5)
-    path = as_checkpoint(model, tmp_path / "lm.ckpt")
-    words = (*words, f"init={path}", "model.pooling=max", "recipe.epochs=2")
-    first = command(tmp_path, "train", *words)
-    assert first.returncode == 0, first.stderr
-    tuned = longseq.from_pretrained(tmp_path / "run" / "model")
-    own, theirs = (describe(one)["model_args"] for one in (tuned.body, model))
-    assert own == {**theirs, "direction": "bidirectional", "merge": "mean", "dropout": 0.0}
-    path.unlink()
-    (tmp_path / "run" / "metrics.json").unlink()
-    resumed = command(tmp_path, "train", *words, "resume=true")
-    assert resumed.returncode == 0, resumed.stderr
-    assert "continuing from" in resumed.stdout
-    # and a classifier starts from the classifier, with a mixer of its own
-    words = (*words[:-3], f"init={tmp_path / 'run' / 'model'}", f"output={tmp_path / 'again'}")
-    again = command(tmp_path, "train", *words)
-    assert again.returncode == 0, again.stderr
-    assert describe(longseq.from_pretrained(tmp_path / "again" / "model"))["model_args"]["pooling"] == "max"
-    other = command(tmp_path, "train", *words[:-1], "mixer=gla", f"output={tmp_path / 'other'}")
-    assert other.returncode == 2
-    assert "mixer is gla in the new model" in other.stderr

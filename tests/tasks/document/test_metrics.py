@@ -71,24 +71,3 @@ def test_metrics_are_those_of_scikit_learn(multi_label):
     assert found == pytest.approx(wanted, abs=1e-6)
     assert quartiles == [2, 2, 30]
     assert counts == {"q1": 30, "q3": 20, "q4": 10}
-
-
-@pytest.mark.parametrize("multi_label", [False, True])
-def test_a_probability_of_one_is_in_the_last_bin(multi_label):
-    probabilities = torch.tensor([[0.05, 0.95], [0.0, 1.0]])
-    targets = torch.tensor([[0, 1], [1, 0]]) if multi_label else torch.tensor([1, 0])
-    scores = make_scores(2, multi_label)
-    update_metrics(scores, probabilities, decide(probabilities, None, multi_label=multi_label), targets)
-    wanted = expected(probabilities, targets, multi_label)["calibration_error"]
-    assert float(scores["calibration_error"].compute()) == pytest.approx(wanted)
-
-
-def test_labels_that_no_document_has_are_left_out_of_means():
-    probabilities, targets, _ = draw(multi_label=True)
-    probabilities[:, 1], targets[:, 1] = 0.1, 0  # a label that is neither there nor given
-    kept = [number for number in range(CLASSES) if number != 1]
-    scores = make_scores(CLASSES, multi_label=True)
-    update_metrics(scores, probabilities, decide(probabilities, None, multi_label=True), targets.long())
-    wanted = expected(probabilities[:, kept], targets[:, kept], multi_label=True)
-    for name in ("f1_macro", "average_precision"):
-        assert float(scores[name].compute()) == pytest.approx(wanted[name], abs=1e-6)

@@ -145,13 +145,6 @@ def test_an_update_is_of_the_mean_over_its_documents(multi_label):
     assert_same(fit([[0, 1, 2], [3, 4, 5]], in_segments, smoothing=0.1, accumulate=2), wanted)
 
 
-@pytest.mark.slow
-def test_it_is_so_over_two_processes():
-    # The two processes have four documents and one in the first batch, none and one in the second.
-    parts = [[0, 1, 2, 3], [4], [], [5]]
-    assert_same(fit(parts, make_info(), accumulate=2, strategy="ddp_fork", devices=2), expected(make_info()))
-
-
 @pytest.mark.parametrize("multi_label", [False, True])
 def test_a_test_measures_each_document_once(multi_label):
     module = DocumentTask(make_model(), info=make_info(multi_label))
@@ -177,19 +170,3 @@ def test_a_test_measures_each_document_once(multi_label):
     assert counts.sum() == len(DOCUMENTS) * (CLASSES if multi_label else 1)
     if not multi_label:
         assert counts.diagonal().sum() == right.sum()
-
-
-@pytest.mark.slow
-def test_documents_are_ranked_where_their_probabilities_are_near_one(monkeypatch):
-    """Float32 rounds the probabilities of all labels here to 1: those that a document has are still more probable."""
-
-    def forward(self, inputs):
-        places = inputs.numbers.clamp(min=0)
-        return (18 + places[:, None] / 100 + LABELS[places]).float()
-
-    monkeypatch.setattr(DocumentTask, "forward", forward)
-    module = DocumentTask(make_model(), info=make_info(multi_label=True), chosen_metrics={"auroc": True})
-    trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False)
-    (found,) = trainer.test(module, datamodule=Memory([[0, 1, 2], [3, 4, 5]], multi_label=True), verbose=False)
-    assert found["test/average_precision"] == found["test/auroc"] == 1
-    assert (module.probabilities(torch.full((2, CLASSES), 18.0)) == 1).all()

@@ -11,9 +11,6 @@ from longseq.tasks.document.batch import (
     EveryDocument,
     PackedSampler,
     PaddedSampler,
-    pack,
-    real_share,
-    slots_of,
 )
 
 
@@ -80,17 +77,6 @@ def test_an_epoch_is_a_function_of_the_seed_and_its_number(kind: type[DocumentSa
     assert len(read) == 800 if kind is PaddedSampler else len(read) > 780
 
 
-def test_rows_hold_each_document_once_and_few_of_them_are_short() -> None:
-    lengths = draw_lengths(1000, 2000)
-    row = int(lengths.max())
-    rows = list(pack(lengths, list(range(2000)), row, slots_of(lengths, row)))
-    assert sorted(number for one in rows for number in one) == list(range(2000))
-    assert max(lengths[one].sum() for one in rows) <= row
-    assert real_share(lengths, rows, row) > 0.97
-    # A row begins with the first document that has not been read.
-    assert [one[0] for one in rows] == sorted(one[0] for one in rows)
-
-
 @pytest.mark.parametrize("packed", [True, False])
 def test_evaluation_reads_each_document_once_on_any_number_of_processes(packed: bool) -> None:
     lengths = draw_lengths(300, 101)
@@ -101,27 +87,3 @@ def test_evaluation_reads_each_document_once_on_any_number_of_processes(packed: 
         assert len({len(one) for one in found}) == 1
         read = [number for one in found for batch in one for number in batch.documents]
         assert sorted(read) == list(range(101))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("packed", [True, False])
-def test_predictions_read_the_documents_in_their_order_on_any_number_of_processes(packed: bool) -> None:
-    lengths = np.append(draw_lengths(300, 101), [1] * 500)  # more short ones than a packed row has places for
-    for ranks in (1, 2, 3):
-        samplers = [EveryDocument(lengths, 8192, packed=packed, rank=rank, world_size=ranks) for rank in range(ranks)]
-        for sampler in samplers:
-            sampler.keep_order()
-        found = [list(sampler) for sampler in samplers]
-        assert {len(one) for one in found} == {len(sampler) for sampler in samplers}
-        together = [batch for batches in zip(*found, strict=True) for batch in batches]
-        assert len(together) > 3
-        assert [number for batch in together for number in batch.documents] == list(range(601))
-        for batch in together:
-            if packed:
-                assert lengths[batch.documents].sum() <= 8192
-                assert len(batch.documents) + 8192 // lengths.max() <= batch.places
-            else:
-                assert batch.length is not None
-                assert batch.places * batch.length <= 8192
-                assert len(batch.documents) in (0, batch.places)
-                assert all(lengths[batch.documents] <= batch.length)

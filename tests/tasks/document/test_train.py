@@ -104,26 +104,6 @@ def test_the_linear_model_trains_evaluates_and_predicts(folder, command_here):
 
 
 @pytest.mark.slow
-def test_the_linear_baseline_decides_by_the_thresholds_of_the_run(folder, command_here):
-    """Both fits are of the same documents, and C and the thresholds are chosen on the same validation documents."""
-    rows = [row | {"label": [row["label"]] if number % 2 else []} for number, row in enumerate(make_rows(240))]
-    write_jsonl(folder / "rows.jsonl", rows)
-    for name, choice in {"f1": "task.threshold=f1", "number": "task.threshold=0.3"}.items():
-        found = []
-        for model in (("model.d_model=16", "model.depth=1", "recipe.epochs=1"), ("model=linear",)):
-            words = (*WORDS[:7], *model, "recipe.batch_size=2048", "trainer=cpu", "data.multi_label=true", choice)
-            run = command_here(folder, "train", *words, f"hydra.run.dir={name}{len(found)}")
-            assert run.returncode == 0, run.stderr
-            found.append(json.loads((folder / f"{name}{len(found)}" / "metrics.json").read_text()))
-        network, linear = found
-        keys = [key for key in network if key.startswith("test/linear_")]
-        assert "test/linear_f1_macro" in keys
-        assert {key: network[key] for key in keys} == pytest.approx(
-            {key: linear[key.replace("linear_", "")] for key in keys}
-        )
-
-
-@pytest.mark.slow
 def test_a_run_chooses_how_it_reads_documents_of_any_length(folder, command_here):
     rows = make_rows(60)
     rows[0]["text"] *= 300

@@ -55,29 +55,3 @@ def test_files_that_number_classes_otherwise_are_refused(form, tmp_path):
         check(folder, tmp_path)
     same = write(tmp_path / "same", rows_of(NAMES), rows_of(NAMES), form)
     check(same, tmp_path)
-
-
-@pytest.mark.parametrize(
-    "other",
-    ["shorter", "longer", "numbers", "unnamed", "text", "text with names", "no metadata"],
-)
-def test_files_that_do_not_contradict_each_other_are_read(other, tmp_path):
-    rows = {
-        "shorter": lambda: rows_of(NAMES).select([0, 1]).cast_column("label", datasets.ClassLabel(names=NAMES[:2])),
-        "longer": lambda: rows_of(NAMES).cast_column("label", datasets.ClassLabel(names=[*NAMES, "fox"])),
-        "numbers": lambda: rows_of(None, datasets.ClassLabel(num_classes=3)),
-        "unnamed": lambda: rows_of(None, datasets.Value("int64")),
-        "text": lambda: rows_of(NAMES, datasets.Value("string")),
-    }
-    if other in rows:
-        found = rows[other]()
-        found.to_parquet(tmp_path / "data" / "validation.parquet")
-    else:
-        import pyarrow.parquet
-
-        table = rows_of(OTHERS, datasets.Value("string") if other == "text with names" else None).data.table
-        metadata = rows_of(OTHERS).data.table.schema.metadata if other == "text with names" else None
-        (tmp_path / "data").mkdir()
-        pyarrow.parquet.write_table(table.replace_schema_metadata(metadata), tmp_path / "data" / "validation.parquet")
-    rows_of(NAMES).to_parquet(tmp_path / "data" / "train.parquet")
-    check(tmp_path / "data", tmp_path)

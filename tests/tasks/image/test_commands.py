@@ -11,11 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from image_data import read_rows, write_digits
 from sklearn import metrics as sk
 from sklearn.datasets import load_digits
-from torchmetrics import classification
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -41,13 +39,6 @@ def folder_words(tiny_overrides: tuple[str, ...]) -> tuple[str, ...]:
     """`longseq train` on small images below `data.root=images`, for a training of a second."""
     shape = ("data.img_size=8", "data.crop_pct=1", "data.in_chans=1", "data.num_workers=0")
     return ("train", *tiny_overrides, "data=image_folder", "data.root=images", "recipe=digits", *shape, "output=run")
-
-
-def write_three(root: Path) -> None:
-    """Folders of three splits: the digit three, and the others."""
-    for split, numbers in SPLITS.items():
-        for name, three in (("three", True), ("other", False)):
-            write_digits(root / split / name, "", [i for i in numbers if (TARGET[i] == 3) == three])
 
 
 def read_scores(path: Path, names: Sequence[str]) -> dict[str, list[float]]:
@@ -107,46 +98,3 @@ def test_several_labels_from_columns_of_a_table(longseq, folder_words, tmp_path)
         cells = ("true_negative", "false_positive", "false_negative", "true_positive")
         matrices = sk.multilabel_confusion_matrix(wanted, decided).reshape(3, 4).tolist()
         assert [[int(row[cell]) for cell in cells] for row in counts] == matrices
-
-
-# The metrics of a configuration, and torchmetrics' own; of those without a threshold task.threshold decides.
-OF_ONE_CLASS = {
-    "f2": ("{_target_: MulticlassFBetaScore, beta: 2.0, average: macro}", None),
-    "sensitivity": ("{_target_: BinaryRecall}", classification.BinaryRecall(threshold=0.2)),
-    "strict": ("{_target_: BinaryRecall, threshold: 0.3}", classification.BinaryRecall(threshold=0.3)),
-    "even": ("{_target_: BinarySpecificity, threshold: 0.5}", classification.BinarySpecificity()),
-    "agreement": (
-        "{_target_: BinaryCohenKappa, weights: linear}",
-        classification.BinaryCohenKappa(0.2, weights="linear"),
-    ),
-    "area": ("{_target_: BinaryAUROC, max_fpr: 0.5}", classification.BinaryAUROC(max_fpr=0.5)),
-}
-
-
-@pytest.mark.slow
-def test_metrics_that_a_file_names_are_those_of_torchmetrics(longseq, folder_words, tmp_path):
-    write_three(tmp_path / "images")
-    file = tmp_path / "conf" / "experiment" / "mine.yaml"
-    file.parent.mkdir(parents=True)
-    lines = [f"    {name}: {node}" for name, (node, _) in OF_ONE_CLASS.items()]
-    head = ["# @package _global_", "task:", "  metric: f2", "  threshold: 0.2", "  metrics:"]
-    file.write_text("\n".join([*head, *lines]) + "\n")
-    rate = ("recipe.epochs=6", "recipe.learning_rate=2e-2")
-    words = ("experiment=mine", f"hydra.searchpath=[file://{tmp_path}/conf]", *rate)
-    told = longseq(*folder_words, *words)
-    written = json.loads((tmp_path / "run" / "metrics.json").read_text())
-    longseq("evaluate", BEST, "trainer=cpu")
-    again = json.loads((tmp_path / "run" / "evaluation_test.json").read_text())
-    for split in ("val", "test"):
-        longseq("predict", BEST, f"input=images/{split}", "output=told.csv")
-        scores = read_scores(tmp_path / "told.csv", ["other", "three"])
-        found = torch.tensor([scores[f"{i}.png"][1] for i in SPLITS[split]])
-        wanted = torch.tensor(TARGET[SPLITS[split]] == 3).long()
-        f2 = classification.MulticlassFBetaScore(2.0, 2, average="macro")((found > 0.2).long(), wanted)
-        expected = {name: f2 if metric is None else metric(found, wanted) for name, (_, metric) in OF_ONE_CLASS.items()}
-        for name, value in expected.items():
-            assert written[f"{split}/{name}"] == pytest.approx(float(value), abs=1e-5), name
-    assert len({written[f"test/{name}"] for name in ("sensitivity", "strict")}) == 2, "the thresholds matter"
-    for name in OF_ONE_CLASS:
-        assert again[f"test/{name}"] == pytest.approx(written[f"test/{name}"])
-        assert re.search(rf"^test/{name} +{written[f'test/{name}']:.4f} *$", told, re.MULTILINE), name

@@ -12,12 +12,8 @@ import torch
 from image_data import image_data, write_tar
 from PIL import Image
 
-from longseq.tasks.data.labels import LabelError
 from longseq.tasks.data.loader import Place
-from longseq.tasks.data.sampler import SampleIndex
-from longseq.tasks.image import sources
 from longseq.tasks.image.data import ImageDataModule
-from longseq.tasks.image.decoding import decode
 from longseq.tasks.image.predict import ImageFiles
 from longseq.tasks.image.sources import digits
 
@@ -130,16 +126,6 @@ def test_a_validation_folder_may_lack_a_class_but_not_add_one(folder):
     (folder / "val" / "fox" / "0.png").write_bytes(png(0))
     with pytest.raises(ValueError, match="has not: 'fox'"):
         open_data("folder", folder)
-
-
-def test_cifar10_as_folders_keeps_the_official_test_set_apart(folder):
-    module = open_data("cifar10", folder, img_size=20, val_fraction=0.25)
-    assert module.info.sizes == {"train": 27, "val": 9, "test": 15}
-    check_classes(module)
-
-
-def test_torchvision_source(folder):
-    check_classes(open_data("torch/image_folder", folder))
 
 
 def test_webdataset_stream_warns_once_and_covers_its_images_on_all_ranks(tmp_path, caplog, monkeypatch):
@@ -262,31 +248,6 @@ def test_splits_that_number_a_class_otherwise_are_refused(folder):
 
 
 @pytest.mark.slow
-def test_labels_with_a_fraction_are_refused(folder, tmp_path):
-    datasets = pytest.importorskip("datasets", reason="Hugging Face sources need longseq[datasets]")
-    pictures = [{"bytes": path.read_bytes(), "path": None} for path in sorted(folder.glob("train/*/*"))[:12]]
-    rows = datasets.Dataset.from_dict(
-        {"image": pictures, "label": [number / 4 + 0.1 for number in range(12)]},
-        features=datasets.Features({"image": datasets.Image(), "label": datasets.Value("float64")}),
-    )
-    for split in ("train", "validation"):
-        rows.to_parquet(tmp_path / "parquet" / f"{split}.parquet")
-    whole = [sources.number_of_class(label, "") for label in (2, 2.0, np.float32(2), np.int64(2), torch.tensor(2))]
-    assert whole == [2] * 5
-    for label in (float("nan"), torch.tensor(2.5), "2", None):
-        with pytest.raises(LabelError, match="must be the number of a class"):
-            sources.number_of_class(label, "")
-    keys = {"val_split": "validation", "num_classes": 3}
-    module = open_data(f"hfds/{tmp_path / 'parquet'}", tmp_path / "cache", **keys)
-    with pytest.raises(ValueError, match=r"the label 0\.\d+ must be the number of a class"):
-        gather(module.val_dataloader())
-    keys = {"val_split": "validation", "num_classes": 3, "train_samples": 12}
-    stream = open_data(f"hfids/{tmp_path / 'parquet'}", tmp_path / "cache", **keys)
-    with pytest.raises(ValueError, match=r"image 0: the stream: the label 0\.1 must be the number of a class"):
-        gather(stream.val_dataloader())
-
-
-@pytest.mark.slow
 def test_hugging_face_streams(folder, tmp_path):
     pytest.importorskip("datasets", reason="Hugging Face sources need longseq[datasets]")
     module = open_data(f"hfids/{folder}", tmp_path / "cache", train_samples=36, num_classes=3)
@@ -327,16 +288,6 @@ def test_unreadable_images_are_left_out_of_evaluation(folder):
     assert sorted(module.unreadable) == paths
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_unreadable_images_are_fatal_by_option(folder, num_workers):
-    path = damage(folder)[0]
-    module = open_data("folder", folder, num_workers=num_workers, on_error="raise", batch_size=36)
-    with pytest.raises(ValueError, match="cannot identify image file") as error:
-        list(module.train_dataloader())
-    assert "\n" not in str(error.value)
-    assert path.rpartition("/train/")[0] in str(error.value)
-
-
 def test_a_folder_of_damaged_images_stops_training(folder):
     for path in (folder / "train").rglob("*.png"):
         path.write_bytes(b"")
@@ -355,20 +306,6 @@ def test_files_to_predict_report_the_unreadable_ones(folder):
     assert len(paths) == 13
     assert sorted(one.path for one in unreadable) == bad
     assert len(ImageFiles(paths[0], info)) == 1
-
-
-def test_the_repeats_of_an_image_share_its_decoding(folder, monkeypatch):
-    augment = {"crop": "random_resized", "hflip": 0.5, "auto_augment": "rand-m9-mstd0.5-inc1", "repeats": 3}
-    module = open_data("folder", folder, augment=augment, batch_size=9)
-    batches = module.train_dataloader().dataset
-    indices = [SampleIndex(position, repeat, 2) for position in (5, 30, 7) for repeat in range(3)]
-    alone = [batches[[index]] for index in indices]
-    read: list[str] = []
-    monkeypatch.setattr("longseq.tasks.image.files.decode", lambda file: read.append(file) or decode(file))
-    together = batches[indices]
-    assert len(read) == 3
-    assert torch.equal(together.inputs, torch.cat([batch.inputs for batch in alone]))
-    assert together.targets.tolist() == [int(batch.targets) for batch in alone]
 
 
 @pytest.mark.slow

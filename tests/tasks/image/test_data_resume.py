@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import zlib
 
 import pytest
@@ -39,52 +38,6 @@ def digits(num_workers=0, **options):
     return module
 
 
-def epoch_of(loader, epoch):
-    loader.sampler.set_epoch(epoch)
-    return list(loader)
-
-
-def equal(ones, others):
-    return len(ones) == len(others) and all(
-        torch.equal(one, other) for pair in zip(ones, others, strict=True) for one, other in zip(*pair, strict=True)
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("done", [0, 2, BATCHES])
-def test_the_rest_of_the_epoch_and_the_next_are_bitwise_equal(num_workers, done):
-    reference = digits().train_dataloader()
-    epochs = [epoch_of(reference, epoch) for epoch in (4, 5)]
-    assert len(epochs[0]) == len(reference) == BATCHES
-
-    interrupted = digits(num_workers).train_dataloader()
-    interrupted.sampler.set_epoch(4)
-    first = list(itertools.islice(interrupted, done))
-    state = interrupted.state_dict()
-    if done == 0:
-        state["epoch"] = 4  # nothing asked for yet, so the loader has not seen the epoch
-
-    resumed = digits(num_workers).train_dataloader()
-    resumed.load_state_dict(state)
-    assert equal(first + epoch_of(resumed, 4), epochs[0])
-    assert equal(epoch_of(resumed, 5), epochs[1])
-
-
-@pytest.mark.slow
-def test_an_abandoned_epoch_leaves_no_trace_in_the_next():
-    loader = digits(2).train_dataloader()
-    loader.sampler.set_epoch(0)
-    next(iter(loader))
-    assert equal(epoch_of(loader, 1), epoch_of(digits().train_dataloader(), 1))
-
-
-def test_the_state_does_not_depend_on_the_rank():
-    state = digits().train_dataloader().state_dict()
-    assert all(isinstance(value, int) for value in state.values())
-    assert "rank" not in state
-
-
 @pytest.mark.parametrize(("options", "name"), [({"seed": 4}, "seed"), ({"batch_size": 32}, "effective_batch_size")])
 def test_another_order_of_samples_is_refused(options, name):
     state = digits().train_dataloader().state_dict()
@@ -96,14 +49,6 @@ def test_a_checkpoint_between_two_updates_goes_on_as_it_was_trained_only():
     state = digits().train_dataloader().state_dict() | {"batches": 3, "batch_size": 32, "accumulate": 2}
     with pytest.raises(ValueError, match="from within an update"):
         digits().train_dataloader().load_state_dict(state)
-
-
-def test_the_global_generator_is_left_alone():
-    torch.manual_seed(0)
-    expected = torch.rand(1)
-    torch.manual_seed(0)
-    epoch_of(digits().train_dataloader(), 0)
-    assert torch.equal(torch.rand(1), expected)
 
 
 class Recorder(LightningModule):
@@ -184,7 +129,6 @@ def train_whole(accumulate):
 @pytest.mark.parametrize(
     ("hook", "place", "num_workers", "accumulate"),
     [
-        ("batch", (1, 2), 0, 1),
         ("batch", (1, 1), 2, 2),
         ("batch", (1, BATCHES - 1), 0, 1),
         ("validation", (1, 0), 0, 1),
@@ -205,12 +149,11 @@ def test_lightning_resumes_exactly(hook, place, num_workers, accumulate, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize(("hook", "place"), [("batch", (1, 3)), ("epoch", (0, 0))])
-def test_an_effective_batch_may_be_accumulated_otherwise_after_a_resume(hook, place, tmp_path):
+def test_an_effective_batch_may_be_accumulated_otherwise_after_a_resume(tmp_path):
     """After updates of 2 x 32 images, 4 x 16 images make an update: images of all epochs come once and in order."""
     path = tmp_path / "interrupted.ckpt"
     with pytest.raises((SystemExit, KeyboardInterrupt)):
-        train(Recorder(), [Interrupt(hook, place, path)], accumulate=2, batch_size=32)
+        train(Recorder(), [Interrupt("batch", (1, 3), path)], accumulate=2, batch_size=32)
     done = torch.load(path, weights_only=True)["global_step"]
     whole = train(Recorder(), accumulate=4, batch_size=16)
     resumed = train(Recorder(), checkpoint=path, accumulate=4, batch_size=16)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import itertools
 import json
 import re
@@ -17,7 +16,6 @@ import torch
 from forked import start_fork
 from image_data import image_data, read_rows, write_digits
 from lightning.pytorch import Trainer
-from PIL import Image
 from sklearn import metrics as sk
 from sklearn.datasets import load_digits
 from sklearn.utils.class_weight import compute_class_weight
@@ -63,32 +61,6 @@ def test_a_balanced_epoch_has_each_class_equally_often():
     repeated = list(itertools.chain(*drawn(repeats=2)))
     assert len(set(repeated)) == len(repeated) == 96
     assert repeated[0].position == repeated[1].position
-
-
-def test_balanced_samples_are_a_function_of_seed_epoch_and_place():
-    assert drawn() == drawn()
-    assert drawn() != drawn(1)
-    assert drawn() != drawn(seed=4)
-    shares = [drawn(batch_size=3, rank=rank, world_size=2, accumulate=2) for rank in (0, 1)]
-    whole = [{*batch} for batch in drawn()]
-    found = [{*a, *b, *c, *d} for a, b, c, d in zip(*(s[i::2] for s in shares for i in (0, 1)), strict=True)]
-    assert found == whole
-
-
-@pytest.mark.slow
-def test_a_balanced_epoch_continues_where_it_was_left():
-    def loader():
-        data = image_data(name="digits", source="digits", img_size=8, in_chans=1, batch_size=64, sampling="balanced")
-        data.setup()
-        return data.train_dataloader()
-
-    whole = list(loader())
-    begun = loader()
-    first = list(itertools.islice(begun, 7))
-    rest = loader()
-    rest.load_state_dict(begun.state_dict())
-    pairs = zip([*first, *rest], whole, strict=True)
-    assert all(torch.equal(one, other) for pair in pairs for one, other in zip(*pair, strict=True))
 
 
 def test_balanced_weights_are_those_of_scikit_learn():
@@ -324,55 +296,6 @@ def test_two_classes_of_different_sizes(tiny, compose_config, tmp_path):
     again = evaluate.run(compose_config("evaluate", checkpoint, "trainer=cpu"))
     assert again == {key: pytest.approx(value) for key, value in written.items() if key in again}
     assert json.loads((run / "evaluation_test.json").read_text())["test/per_class"] == written["test/per_class"]
-
-
-@pytest.mark.slow
-def test_several_labels_from_a_table_train_and_export(tiny, compose_config, tmp_path):
-    """The exported file, with nothing but its metadata, gives the run's figures on the test images."""
-    onnxruntime = pytest.importorskip("onnxruntime")
-    from longseq.tools import export
-
-    target, root = load_digits().target, tmp_path / "digits"
-    labels = {"even": target % 2 == 0, "small": target < 5, "seven; 7": target == 7}
-    for split, numbers in (("train", range(200)), ("test", range(200, 300))):
-        paths = write_digits(root / "images", split, numbers)
-        lines = [
-            [path.relative_to(root), "|".join(name for name, there in labels.items() if there[i])]
-            for path, i in zip(paths, numbers, strict=True)
-        ]
-        with (root / f"{split}.csv").open("w", newline="") as file:
-            csv.writer(file).writerows([["image", "labels"], *lines])
-    keys = ("data.source=csv", "data.multi_label=true", "data.label_delimiter='|'", "data.label_column=labels")
-    train.run(tiny(*DATA, f"data.root={root}", *keys, "data.file_column=image", "task.threshold=f1"))
-    run = tmp_path / "run"
-    written = json.loads((run / "metrics.json").read_text())
-    file = tmp_path / "labels.onnx"
-    checkpoint = f"checkpoint={run / 'checkpoints' / 'best.ckpt'}"
-    export.run(
-        compose_config("export", checkpoint, f"output={file}", "preprocess=true", "softmax=true", "latency=false")
-    )
-    session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
-    stated = {
-        key: json.loads(session.get_modelmeta().custom_metadata_map[key]) for key in ("class_names", "thresholds")
-    }
-    pixels = [np.asarray(Image.open(root / "images" / f"test{i}.png")) for i in range(200, 300)]
-    (scores,) = session.run(None, {"images": np.stack(pixels)[:, None]})
-    names = stated["class_names"]
-    wanted = np.stack([labels[name][200:300] for name in names], 1)
-    decided = scores >= np.array(stated["thresholds"], np.float32)
-    assert written["test/f1"] == pytest.approx(sk.f1_score(wanted, decided, average="macro"))
-    assert written["test/f1_micro"] == pytest.approx(sk.f1_score(wanted, decided, average="micro"))
-    assert written["test/average_precision"] == pytest.approx(sk.average_precision_score(wanted, scores), abs=1e-5)
-    output = tmp_path / "told.json"
-    predict.run(compose_config("predict", f"checkpoint={run / 'model'}", f"input={root}", f"output={output}"))
-    told = {Path(one["path"]).name: one for one in json.loads(output.read_text())["predictions"]}
-    for i, row in zip(range(200, 300), decided, strict=True):
-        assert told[f"test{i}.png"]["decision"] == [name for name, there in zip(names, row, strict=True) if there]
-        assert len(told[f"test{i}.png"]["classes"]) == 3
-    table = tmp_path / "told.csv"
-    predict.run(compose_config("predict", f"checkpoint={run / 'model'}", f"input={root}", f"output={table}"))
-    written = {Path(row["path"]).name: row["decision"] for row in read_rows(table) if not row["error"]}
-    assert written == {name: ";".join(one["decision"]) for name, one in told.items()}
 
 
 TABLES = {

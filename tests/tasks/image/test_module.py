@@ -2,57 +2,18 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 
-from longseq.tasks import Training, train
-from longseq.tasks.image.data import ImageDataModule
+from longseq.tasks import train
 from longseq.tasks.image.module import ImageClassifier
-from longseq.tasks.training.configuration import resolve
 from longseq.tasks.training.trainer import build_trainer
-
-
-class Recorder(Callback):
-    """Keeps the learning rate before each update."""
-
-    def __init__(self):
-        self.rates = []
-
-    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-        self.rates.append(optimizer.param_groups[0]["lr"])
 
 
 def parts(config, *callbacks):
     datamodule, task = train.build(config)
     return build_trainer(config, list(callbacks)), task, datamodule
-
-
-@pytest.mark.slow
-def test_the_schedule_warms_up_and_falls_per_update(tiny):
-    config = tiny(
-        "recipe.epochs=4",
-        "recipe.schedule.warmup_epochs=1",
-        "recipe.schedule.warmup_lr=0",
-        "recipe.schedule.min_lr=0",
-        "recipe.learning_rate=0.1",
-        "recipe.reference_batch_size=128",
-        "trainer.accumulate_grad_batches=2",
-        "logger=csv",
-    )
-    recorder = Recorder()
-    trainer, task, datamodule = parts(config, recorder)
-    trainer.fit(task, datamodule=datamodule)
-    updates = math.ceil(datamodule.batches_per_epoch / 2)
-    assert len(recorder.rates) == 4 * updates
-    peak = 0.1 * 64 / 128
-    assert recorder.rates[0] == 0
-    assert recorder.rates[updates // 2] == pytest.approx(peak * (updates // 2) / updates)
-    whole = 4 * updates
-    for update in (updates, 2 * updates, whole - 1):
-        assert recorder.rates[update] == pytest.approx(peak / 2 * (1 + math.cos(math.pi * update / whole)))
 
 
 def test_recurrence_and_norm_parameters_do_not_decay(tiny):
@@ -88,49 +49,6 @@ def test_metrics_weigh_every_image_alike(tiny):
     assert tested["test/top1"] == pytest.approx(right / total)
     assert int(task.confusion_matrix.sum()) == total
     assert int(task.confusion_matrix.diagonal().sum()) == right
-
-
-def test_top5_needs_more_than_five_classes(tiny):
-    config = resolve(tiny())
-    info = ImageDataModule.from_config(config, 64).info
-    few = type(info).from_dict(info.to_dict() | {"num_classes": 5, "class_names": list("abcde")})
-    assert "top5" not in ImageClassifier.from_config(config, torch.nn.Identity(), few, None).val_metrics
-    assert "top5" in ImageClassifier.from_config(config, torch.nn.Identity(), info, None).val_metrics
-
-
-class Gradients(Callback):
-    """Keeps the gradients of each update."""
-
-    def __init__(self):
-        self.found = []
-
-    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-        self.found.append(torch.cat([one.grad.flatten() for one in pl_module.parameters()]))
-
-
-@pytest.mark.slow
-def test_the_last_update_of_an_epoch_is_of_the_mean_of_its_batches(tmp_path):
-    def sgd(model, lr):
-        return torch.optim.SGD(model.parameters(), lr=lr)
-
-    backbone = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 4))
-    training = Training(learning_rate=0.0, optimizer=sgd)
-    classifier = ImageClassifier(backbone, num_classes=4, training=training)
-    torch.manual_seed(0)
-    batches = [(torch.randn(5, 3, 2, 2), torch.randint(4, (5,))) for _ in range(3)]
-    alone = []
-    for images, labels in batches:
-        loss = torch.nn.functional.cross_entropy(backbone(images), labels)
-        gradients = torch.autograd.grad(loss, list(backbone.parameters()))
-        alone.append(torch.cat([one.flatten() for one in gradients]))
-    gradients = Gradients()
-    options = {"accumulate_grad_batches": 2, "max_epochs": 1, "logger": False, "enable_checkpointing": False}
-    trainer = Trainer(accelerator="cpu", callbacks=[gradients], default_root_dir=tmp_path, **options)
-    trainer.fit(classifier, torch.utils.data.DataLoader(batches, batch_size=None))
-    whole, last = gradients.found
-    torch.testing.assert_close(whole, (alone[0] + alone[1]) / 2)
-    torch.testing.assert_close(last, alone[2])
-    torch.testing.assert_close(trainer.callback_metrics["train/loss"], loss.detach())
 
 
 @pytest.mark.slow

@@ -78,32 +78,6 @@ def test_corpora_of_different_tokenizers_are_not_mixed(tokens: Path, jsonl: Path
         make(source="tokens", root=[str(tokens), str(other)])
 
 
-@pytest.mark.parametrize("packing", ["concatenated", "documents", "streams"])
-def test_training_resumes_exactly(tokens: Path, packing: str) -> None:
-    def loader() -> Any:
-        found = make(source="tokens", root=str(tokens), packing=packing).train_dataloader()
-        found.sampler.set_epoch(3)
-        return found
-
-    whole = as_lists(iter(loader()))
-    first, rest = loader(), loader()
-    iterator = iter(first)
-    begun = [next(iterator) for _ in range(5)]
-    rest.load_state_dict(first.state_dict())
-    assert as_lists(iter(begun)) + as_lists(iter(rest)) == whole
-    assert len(whole) > 10
-    other = loader()
-    other.sampler.set_epoch(4)
-    assert as_lists(iter(other)) != whole
-
-
-@pytest.mark.slow
-def test_workers_give_the_same_batches(tokens: Path) -> None:
-    options = {"source": "tokens", "root": str(tokens), "packing": "documents"}
-    alone, beside = (make(**options, num_workers=count).train_dataloader() for count in (0, 1))
-    assert as_lists(iter(alone)) == as_lists(iter(beside))
-
-
 def test_a_changed_text_of_training_is_known(jsonl: Path, tokens: Path) -> None:
     """The same documents in another order are as many windows, and a resumed run would read others."""
     lines = jsonl.read_text().splitlines(keepends=True)

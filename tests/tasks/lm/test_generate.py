@@ -6,10 +6,10 @@ from random import Random
 
 import pytest
 import torch
+from representatives import REPRESENTATIVES
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, normalizers
 
-from longseq import mixers
 from longseq.backbones.tokens import TokenBackbone
 from longseq.tasks import generate
 from longseq.tasks.commands import Generate
@@ -34,7 +34,7 @@ def make_writer(mixer="gated_deltanet", device="cpu", **keys):
     return Writer(model, ByteTokenizer(), Generate(**{**KEYS, **keys}))
 
 
-@pytest.mark.parametrize("mixer", mixers.mixer_names())
+@pytest.mark.parametrize("mixer", REPRESENTATIVES)
 def test_prompts_of_different_lengths_are_continued_as_if_alone(mixer):
     writer = make_writer(mixer, temperature=0.0, max_new_tokens=6)
     together = writer.write(PROMPTS)

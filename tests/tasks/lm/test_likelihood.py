@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from representatives import REPRESENTATIVES
 
-from longseq import mixers
 from longseq.backbones.tokens import TokenBackbone
 from longseq.tasks.lm import likelihood
 from longseq.tasks.lm.likelihood import Row, document_rows, score_rows
@@ -36,7 +36,7 @@ def directly(model, row):
     return scores.gather(1, wanted[:, None]).sum().item(), bool((scores.argmax(-1) == wanted).all())
 
 
-@pytest.mark.parametrize("mixer", [*mixers.mixer_names(), "deltanet+attention"])
+@pytest.mark.parametrize("mixer", [*REPRESENTATIVES, "deltanet+attention"])
 def test_rows_are_scored_as_if_each_were_alone_and_whole(mixer, monkeypatch):
     monkeypatch.setattr(likelihood, "PIECE_TOKENS", 16)
     monkeypatch.setattr(likelihood, "CHUNK_SCORES", 3 * V)

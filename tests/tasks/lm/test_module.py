@@ -8,6 +8,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
 from loop_mixers import Leaking, Mean
+from representatives import REPRESENTATIVES
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
@@ -21,7 +22,7 @@ from longseq.tasks.training.recipe import Training
 
 V = 11
 INFO = TextInfo(vocab_size=V, separator=10, window=8, tokenizer={"kind": "bytes"})
-MIXERS = [*mixers.mixer_names(), "deltanet+attention"]
+MIXERS = [*REPRESENTATIVES, "deltanet+attention"]
 
 
 def make(mixer="linear_attention", depth=1, **options):
@@ -119,7 +120,7 @@ def test_a_plug_in_whose_documents_see_each_other_stops_the_run(stage, tmp_path)
     run("mean", batches)
 
 
-STREAMING = [name for name in mixers.mixer_names() if not mixers.get(name).growing_state]
+STREAMING = [name for name in REPRESENTATIVES if not mixers.get(name).growing_state]
 
 
 @pytest.mark.parametrize("mixer", STREAMING)

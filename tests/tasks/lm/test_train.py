@@ -103,11 +103,9 @@ def assert_same_run(one, other):
 
 
 PACKINGS = {
-    "rows": (),
     "packed": ("data.reset_state=true", "trainer.accumulate_grad_batches=2"),
     "documents": ("data.packing=documents", "data.reset_state=true"),
     "streams": ("data.packing=streams", "data.reset_state=true"),
-    "streams_of_rows": ("data.packing=streams",),
 }
 
 

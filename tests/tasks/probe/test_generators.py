@@ -5,16 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from longseq.tasks.data.generators import CLOSE, MAX, MED, MIN, PADDING, distinct
-from longseq.tasks.probe import generators
+from longseq.tasks.data.generators import CLOSE, MAX, MED, MIN, PADDING
 from longseq.tasks.probe.generators import GENERATORS, IGNORED, Samples, draw, generator_options
-from longseq.tasks.probe.slices import make_splits, slice_names
+from longseq.tasks.probe.slices import make_splits
 
 SMALL: dict[str, dict[str, Any]] = {
     "compression": {},
@@ -206,12 +204,6 @@ def test_compression() -> None:
         assert max(tokens[:-1]) < 15
 
 
-def accepted(word: list[int], edges: dict[tuple[int, ...], set[int]]) -> None:
-    """Record, for each prefix of a word, the letter that followed it."""
-    for place, letter in enumerate(word):
-        edges.setdefault(tuple(word[:place]), set()).add(letter)
-
-
 def test_regbench() -> None:
     samples = make("regbench", count=200)
     assert samples.allowed is not None
@@ -243,15 +235,6 @@ def test_regbench() -> None:
     assert len({automaton.tobytes() for automaton in samples.identity}) == 200
 
 
-def test_automata_that_differ_in_names_are_the_same() -> None:
-    from longseq.tasks.probe.generators import _canonical
-
-    automaton = np.array([[[1, -1], [0, 2], [2, -1]]])
-    renamed = np.array([[[2, -1], [1, -1], [0, 1]]])  # states 1 and 2 exchanged
-    assert np.array_equal(_canonical(automaton), _canonical(renamed))
-    assert not np.array_equal(_canonical(automaton), _canonical(np.array([[[1, -1], [0, 1], [2, -1]]])))
-
-
 def evaluate(tokens: list[int], place: int = 0) -> tuple[int, int]:
     """The value of the expression at `place`, and the position after it."""
     if tokens[place] < 10:
@@ -278,17 +261,6 @@ def test_listops() -> None:
     assert len(operators) == 4
 
 
-@pytest.mark.parametrize(("count", "high"), [(3, 50), (40, 50), (50, 50), (1, 1)])
-def test_distinct_numbers(count: int, high: int) -> None:
-    drawn = distinct(np.random.default_rng(0), 300, count, 2, high + 2)
-    assert all(len(set(row)) == count for row in drawn.tolist())
-    assert drawn.min() >= 2
-    assert drawn.max() < high + 2
-    if count == 3:
-        shares = np.bincount(distinct(np.random.default_rng(0), 20000, 3, 0, 10)[:, 2], minlength=10) / 20000
-        np.testing.assert_allclose(shares, 0.1, atol=0.01)
-
-
 def test_splits_share_no_sample() -> None:
     described = {"train": [{"samples": 150}], "validation": [{"samples": 20}], "test": [{"samples": 50}]}
     splits = make_splits("copy", {"vocab_size": 9, "tokens": 6}, described, seed=0)
@@ -310,48 +282,6 @@ def test_the_cache_gives_the_same_samples(tmp_path: Any) -> None:
             assert other.allowed is None
     make_splits("copy", {"tokens": 8}, described, seed=4, folder=str(tmp_path))
     assert len(list(tmp_path.glob("copy_*.npz"))) == 2
-
-
-@pytest.mark.slow
-def test_the_cache_knows_the_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    described = {"train": [{"samples": 20}]}
-    for vocab_size, files in ((10, 1), (10, 1), (12, 2)):
-        monkeypatch.setitem(generators.copy.__kwdefaults__, "vocab_size", vocab_size)
-        make_splits("copy", {"tokens": 8}, described, seed=0, folder=str(tmp_path))
-        assert len(list(tmp_path.glob("copy_*.npz"))) == files
-
-
-def test_samples_of_a_plug_in_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def own(random: np.random.Generator, samples: int, *, vocab_size: int = 4) -> Samples:
-        tokens = random.integers(0, vocab_size, (samples, 8))
-        return Samples(tokens, tokens)
-
-    monkeypatch.setitem(GENERATORS, "own", own)
-    (made,) = make_splits("own", {}, {"train": [{"samples": 20}]}, seed=0, folder=str(tmp_path))["train"]
-    assert made.tokens.shape == (20, 8)
-    assert not list(tmp_path.iterdir()), "its source may change"
-
-
-def test_slices_are_named_by_what_they_set() -> None:
-    listed = [
-        {"tokens": 512, "pairs": 64, "samples": 1},
-        {"name": "long one", "samples": 1},
-        {"noise": 0.2, "samples": 2},
-    ]
-    assert slice_names(listed) == ["512x64", "long_one", "0_2"]
-    assert slice_names([{"samples": 1}, {"samples": 1}]) == ["slice0", "slice1"]
-
-
-def test_places_and_answers_are_the_labels() -> None:
-    samples = make("recall")
-    (packed,) = make_splits("recall", SMALL["recall"], {"test": [{"samples": 60}]}, seed=0)["test"]
-    for tokens, places, answers in zip(packed.tokens, packed.places, packed.answers, strict=True):
-        count = int((answers != IGNORED).sum())
-        assert places[:count].tolist() == sorted(places[:count].tolist())
-        assert (places[count:] == 0).all()
-        assert (answers[count:] == IGNORED).all()
-        assert (tokens[places[:count].long() + 1] == answers[:count]).all()
-    assert packed.places.shape[1] <= samples.tokens.shape[1]
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,7 @@ from longseq import mixers, plugins
 from longseq.tasks import evaluate, train
 from longseq.tasks.probe import generators
 from longseq.tasks.probe.data import ProbeDataModule
-from longseq.tasks.probe.generators import IGNORED
-from longseq.tasks.probe.module import ProbeTask, is_right
+from longseq.tasks.probe.module import ProbeTask
 from longseq.tasks.probe.slices import MixtureSampler, SliceSampler
 from longseq.tasks.training.checkpoint import load
 from longseq.tasks.training.configuration import resolve
@@ -205,15 +204,6 @@ def test_scores_are_those_of_the_places_asked_about(compose_config, tmp_path):
     scores = task(tokens, targets.places)
     for row in range(len(tokens)):
         torch.testing.assert_close(scores[row], expected[row, targets.places[row]])
-
-
-def test_what_an_automaton_allows_is_right():
-    answers = torch.tensor([[1, 2, IGNORED]])
-    assert is_right(torch.tensor([[1, 3, 0]]), answers, None).tolist() == [[True, False, False]]
-    allowed = torch.tensor([[0b0110, 0b1000, 0]])
-    assert is_right(torch.tensor([[2, 2, 0]]), answers, allowed).tolist() == [[True, False, False]]
-    assert is_right(torch.tensor([[1, 3, 0]]), answers, allowed).tolist() == [[True, True, False]]
-    assert is_right(torch.tensor([[100, 62, 63]]), answers, allowed).tolist() == [[False, False, False]]
 
 
 OWN = """

@@ -42,20 +42,6 @@ def test_trained_tokens_come_back_also_from_a_file(tmp_path: Path) -> None:
     assert len(trained.encode(TEXTS[0])) < len(TEXTS[0])
 
 
-@pytest.mark.slow
-def test_dropout_of_a_tokenizer_file_leaves_a_text_its_tokens(tmp_path: Path) -> None:
-    trained = train_tokenizer(TEXTS * 20, 300)
-    content = json.loads(trained.to_dict()["json"])
-    content["model"]["dropout"] = 0.9
-    path = tmp_path / "tokenizer.json"
-    path.write_text(json.dumps(content), encoding="utf-8")
-    found = read_tokenizer(str(path))
-    for text in TEXTS * 5:
-        assert found.encode(text).tolist() == trained.encode(text).tolist()
-    written = tokenizer_files(found.to_dict())["tokenizer.json"]
-    assert json.loads(written)["model"]["dropout"] is None, "other programs that read it get these tokens, too"
-
-
 @pytest.mark.parametrize("kind", ["bytes", "trained"])
 def test_the_files_of_a_tokenizer_are_those_of_its_library(kind: str, tmp_path: Path) -> None:
     tokenizer = ByteTokenizer() if kind == "bytes" else train_tokenizer(TEXTS * 20, 300)

@@ -19,7 +19,6 @@ from longseq.tasks.text.windows import (
     EveryWindow,
     MixedSampler,
     StreamSampler,
-    WindowIndex,
     Windows,
 )
 
@@ -79,26 +78,6 @@ def test_each_token_is_predicted_once_from_its_own_document(kind: str, length: i
     assert found == Counter({token: 1 for token in corpus.tokens.tolist() if token} | {SEPARATOR: len(LENGTHS)})
     assert (units, counted) == (sum(LENGTHS), 2 * sum(LENGTHS))
     assert len(shapes) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_predictions_read_the_windows_in_their_order_on_any_number_of_processes(ranks: int) -> None:
-    samplers = [EveryWindow([5, 20, 1], 4, rank=rank, world_size=ranks) for rank in range(ranks)]
-    for sampler in samplers:
-        sampler.keep_order()
-    together = [batch for batches in zip(*map(list, samplers), strict=True) for batch in batches]
-    windows = [(corpus, number) for corpus, count in enumerate([5, 20, 1]) for number in range(count)]
-    assert [(one.corpus, one.window) for batch in together for one in batch] == windows
-    assert [len(batch) for batch in together[:7]] == [4, 4, 4, 4, 4, 4, 2], "no places are empty before the end"
-    assert len(together) == 9 if ranks == 3 else 7 + ranks % 2
-
-
-def test_documents_are_packed_by_best_fit() -> None:
-    windows = Documents(make_corpus([6, 5, 4, 3, 2, 20]), 8)
-    # 20 is cut into 8, 8 and 4; 6 + 2, 5 + 3 and 4 + 4 fill windows.
-    held = sorted(tuple(sorted(span.stop - span.start for span in windows.spans(i))) for i in range(windows.count))
-    assert held == [(2, 6), (3, 5), (4, 4), (8,), (8,)]
 
 
 def test_prompts_are_read_and_not_asked() -> None:
@@ -203,22 +182,3 @@ def test_what_cannot_be_trained_on_is_refused() -> None:
     assert len(list(MixedSampler([windows, short], 1, seed=0))) == 4
     with pytest.raises(ValueError, match="accumulates no batches, not 2"):
         StreamSampler(windows, 1, seed=0, accumulate=2)
-
-
-def test_batches_have_few_empty_sequences_and_one_shape() -> None:
-    lengths = np.random.default_rng(0).integers(3, 40, 4000).tolist()
-    corpus = make_corpus(lengths)
-    for cut, most in ((Concatenated(corpus, 128, whole=True), 1.35), (Documents(corpus, 128), 2.1)):
-        found = [inputs.cu_seqlens for inputs, _ in batches([cut], MixedSampler([cut], 16, seed=0), 16)]
-        (length,) = {len(borders) for borders in found}
-        used = np.array([len(borders.unique()) for borders in found])
-        assert len(found) > 20
-        assert used.max() <= length < most * used.mean()
-
-
-def test_a_batch_with_more_sequences_than_expected_doubles_the_borders() -> None:
-    cut = Concatenated(make_corpus([1] * 64), 16, whole=True)
-    data = WindowBatches([cut], 2, sequences=3, separator=SEPARATOR, reset_state=True, carries=False)
-    inputs, *_ = data[[WindowIndex(0, 0), WindowIndex(0, 1)]]
-    assert inputs.cu_seqlens is not None
-    assert inputs.cu_seqlens.tolist() == list(range(33))  # 8, doubled twice

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
-import time
 
 import pytest
 import torch
@@ -12,11 +10,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.plugins import MixedPrecision
 
 from longseq.tasks import train
-from longseq.tasks.image.datasets import TrainingBatches
-from longseq.tasks.image.report import draw_predictions
-from longseq.tasks.training.callbacks.charts import draw_confusion_matrix
 from longseq.tasks.training.callbacks.checkpoint import BestCheckpoint, LastCheckpoint
-from longseq.tasks.training.callbacks.throughput import Throughput
 from longseq.tasks.training.callbacks.weights import ExponentialMovingAverage, NonFiniteError, NonFiniteStop
 from longseq.tasks.training.trainer import build_trainer
 
@@ -141,48 +135,6 @@ def test_an_error_within_a_step_leaves_the_statistics_of_the_update_before(compo
     assert any(name.endswith("running_mean") for name in trained[-1])
     for name, value in trained[-1].items():
         assert torch.equal(saved["state_dict"][name], value), name
-
-
-@pytest.mark.slow
-def test_waiting_for_data_is_measured_apart(tiny, monkeypatch):
-    fetch = TrainingBatches.__getitem__
-
-    def slow(self, batch):
-        time.sleep(0.02)
-        return fetch(self, batch)
-
-    monkeypatch.setattr(TrainingBatches, "__getitem__", slow)
-    throughput = Throughput()
-    fit(tiny("trainer.log_every_n_steps=5", "recipe.epochs=1"), throughput)
-    assert throughput.mean.data_wait_ms > 20
-    assert 0 < throughput.mean.rate < 64 / 0.02
-
-
-def test_pictures_show_what_they_should():
-    pixels = torch.zeros(3, 1, 8, 8)
-    pixels[1] = 1
-    picture = draw_predictions(pixels, ["cat", "dog", "dog"], ["cat", "dog", "cat"])
-    assert picture.dtype == torch.uint8
-    assert picture.shape[0] == 3
-    assert int(picture[:, 50, 50].sum()) == 0
-    assert int(picture[:, 50, 150].sum()) == 3 * 255
-
-    perfect = draw_confusion_matrix(torch.eye(3, dtype=torch.long) * 7, ["a", "b", "c"])
-    off = draw_confusion_matrix(torch.ones(3, 3, dtype=torch.long), ["a", "b", "c"])
-    assert int(perfect[0, 115, 115]) < int(off[0, 115, 115]) < 255
-
-
-@pytest.mark.slow
-def test_unreadable_images_are_counted_skipped_and_named(image_folder, tmp_path, tiny, capsys):
-    root = tmp_path / "images"
-    shutil.copytree(image_folder, root)
-    broken = root / "train" / "class1" / "3.jpg"
-    broken.write_bytes(b"not an image")
-    config = tiny("data=image_folder", "recipe=digits", f"data.root={root}", "data.img_size=16", "data.num_workers=0")
-    config.recipe.batch_size = 8
-    train.run(config)
-    output = capsys.readouterr().out
-    assert f"skipped unreadable images: 1 ({broken})" in output
 
 
 @pytest.mark.slow

@@ -148,19 +148,6 @@ def test_a_schedule_of_timm_is_one_of_updates_where_it_does_not_say(schedule, le
     assert rates_of(schedule, length) == pytest.approx(COSINE)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("length", [None, RunLength(epochs=EPOCHS)])
-@pytest.mark.parametrize("sched", ["cosine", "wsd"])
-def test_the_warmup_of_a_schedule_serves_where_the_length_has_none(sched, length):
-    schedule = partial(create_scheduler_v2, sched=sched, warmup_epochs=1, warmup_lr=0.0)
-    rates = rates_of(schedule, length)
-    assert rates[:EPOCH] == pytest.approx([0.0, 0.2, 0.4, 0.6, 0.8])
-    if sched == "cosine":
-        assert rates[EPOCH:] == pytest.approx(COSINE[EPOCH:])
-    else:
-        assert rates[EPOCH] == 1.0 > rates[-1] > 0.0
-
-
 SCALES = (0.25, 1.0)
 
 

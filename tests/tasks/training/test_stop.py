@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from forked import start_fork
-from lightning.pytorch import Trainer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from longseq.tasks import train
@@ -148,29 +147,6 @@ def test_slurms_signal_before_the_end_of_a_job_stops_all_its_processes(tmp_path,
     assert not list(tmp_path.glob("**/hpc_ckpt*"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGHUP, 129)])
-def test_ctrl_c_and_a_closed_terminal_save_a_run_of_two_processes(
-    number, code, tmp_path, tiny_overrides, leave_nothing
-):
-    never = "callbacks.checkpoint.every_n_train_steps=null"
-    small = "recipe.batch_size=8"  # an epoch takes seconds: the signal comes between two validations
-    process = launch(tmp_path, *tiny_overrides, *LONG, "trainer=ddp_sim", never, small)
-    leave_nothing.append(process)
-    last = wait_for_checkpoint(tmp_path, process)  # that of the first epoch
-    time.sleep(0.3)
-    written = last.stat().st_mtime_ns
-    os.killpg(process.pid, number)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == code, errors
-    told = [line for line in errors.splitlines() if not line.startswith("epoch ")]
-    assert len(told) == 1, errors
-    assert last.stat().st_mtime_ns > written
-    saved = torch.load(last, weights_only=True)["global_step"]
-    assert f"saved as of update {saved}:" in told[0]
-    assert ended_within(10, process)
-
-
 # An epoch has six updates.
 EPOCHS = ("recipe.epochs=3", "recipe.validate_every_epochs=2", "+trainer.limit_train_batches=6")
 UPDATES = ("recipe.epochs=null", "recipe.updates=11", "recipe.validate_every_updates=4")
@@ -220,11 +196,10 @@ def whole(tmp_path_factory, compose_config, tiny_overrides):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("words", "update"),
-    [(EPOCHS, 12), (EPOCHS, 18), (UPDATES, 4), (UPDATES, 8), (UPDATES, 11)],
-    ids=["an epoch", "the last epoch", "updates", "the updates of an epoch", "a run within an epoch"],
+    ("words", "update", "within"),
+    [(EPOCHS, 18, "validation"), (UPDATES, 8, "validation"), (UPDATES, 11, "update")],
+    ids=["the last epoch", "the updates of an epoch", "a run within an epoch"],
 )
-@pytest.mark.parametrize("within", ["update", "validation"])
 def test_a_stop_at_a_validation_saves_the_update_and_resumes_with_the_validation(
     words, update, within, whole, tiny, tmp_path, capsys
 ):
@@ -297,19 +272,16 @@ def test_a_stop_after_the_last_validation_of_a_run_within_an_epoch_loses_nothing
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("words", "update"), [(EPOCHS, 12), (UPDATES, 4)], ids=["an epoch", "updates"])
-def test_a_validation_that_a_resumed_run_has_done_is_not_done_again(words, update, whole, tiny, tmp_path):
-    for stop in (
-        stopping("on_validation_epoch_start", update, OSError("unplugged")),
-        stopping("on_validation_end", update),
-    ):
+def test_a_validation_that_a_resumed_run_has_done_is_not_done_again(whole, tiny, tmp_path):
+    words = UPDATES
+    for stop in (stopping("on_validation_epoch_start", 4, OSError("unplugged")), stopping("on_validation_end", 4)):
         with stop, pytest.raises((SystemExit, OSError)):
             train.run(tiny(*WRITTEN, *words, "resume=true"))
     validated: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ImageClassifier, "on_validation_start", lambda self: validated.append(self.global_step))
         train.run(tiny(*WRITTEN, *words, "resume=true"))
-    assert validated == [number for number in ((18,) if words is EPOCHS else (8, 11)) if number > update]
+    assert validated == [8, 11]
     assert result(tmp_path / "run") == whole(words)
 
 
@@ -328,8 +300,3 @@ def test_two_processes_stop_before_a_validation(tmp_path, tiny_overrides):
         assert process.returncode == code, errors
         assert ("stopped; saved as of update 12: " in errors) == (code == 143), errors
     assert result(tmp_path / "run") == result(tmp_path / "whole")
-
-
-def test_lightning_has_the_private_method_that_several_processes_replace():
-    """`StopTogether` replaces it: Lightning's own would wait for the GPU before each batch."""
-    assert callable(Trainer(accelerator="cpu", logger=False).fit_loop.epoch_loop._broadcast_sigterm_tensor)
