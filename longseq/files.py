@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import zlib
 from collections.abc import Iterator
@@ -39,3 +40,12 @@ def crc32_of(path: Path) -> int:
         while block := file.read(_BLOCK):
             found = zlib.crc32(block, found)
     return found
+
+
+def sha256(path: str | Path) -> str:
+    """Hexadecimal SHA-256 of a file."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()

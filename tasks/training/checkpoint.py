@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,15 +111,6 @@ def known_data(saved: SavedModel, model: nn.Module) -> dict[str, Any]:
     if names is not None and count is not None and len(names) != count:
         raise ValueError(f"{saved.label}: its model has {count} classes and {len(names)} class names")
     return known
-
-
-def sha256(path: str | Path) -> str:
-    """Hexadecimal SHA-256 of a file."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _task_of(saved: SavedModel) -> str | None:

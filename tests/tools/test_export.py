@@ -21,10 +21,11 @@ from torch import Tensor, nn
 
 import longseq  # noqa: F401  registers the models
 from longseq import mixers
+from longseq.files import sha256
 from longseq.tasks.image.decoding import decode
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.transforms import evaluation_transform
-from longseq.tasks.training.checkpoint import load, sha256
+from longseq.tasks.training.checkpoint import load
 from longseq.tools.export import FORMATS, export_image_classifier, onnx_file
 from longseq.tools.export.checked_file import TRACED_BATCH
 from longseq.tools.export.formats import SUFFIXES
@@ -240,7 +241,9 @@ def test_onnx_file_is_one_file_with_metadata_and_open_axes(tmp_path: Path) -> No
     report = export_image_classifier(
         build(mixer="attention"), tmp_path / "model.onnx", data=DATA, opset=21, extra_metadata={"epoch": 3}
     )
-    assert [file.name for file in tmp_path.iterdir()] == ["model.onnx"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["model.onnx", "model.onnx.json"]
+    facts = json.loads((tmp_path / "model.onnx.json").read_text())
+    assert facts == json.loads(json.dumps({"file": "model.onnx", "sha256": sha256(report.path), **report.metadata}))
     model = onnx.load(str(report.path))
     onnx.checker.check_model(model)
     properties = {entry.key: entry.value for entry in model.metadata_props}

@@ -164,7 +164,7 @@ def test_states_tell_names_shapes_types_and_values_at_the_start() -> None:
 def test_an_onnx_file_names_its_inputs_and_outputs_and_where_it_is_from(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     export_language_model(build("hyena"), path, data=DATA, dynamic_length=True, batch_sizes=(1,), opset=21)
-    assert [file.name for file in tmp_path.iterdir()] == ["model.onnx"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["model.onnx", "model.onnx.json"]
     file = onnx.load(str(path))
     facts = {entry.key: entry.value for entry in file.metadata_props}
     states = json.loads(facts["states"])
@@ -197,7 +197,7 @@ def test_onnx_weights_beyond_a_protobuf_lie_beside_the_file(
     (tmp_path / "model.onnx.data").write_text("of an older export")
     report = export_language_model(model, path, format="onnx", data=DATA, batch_sizes=(1,), measure_latency=False)
     beside = tmp_path / "model.onnx.data"
-    assert sorted(tmp_path.iterdir()) == [path, beside]
+    assert sorted(tmp_path.iterdir()) == [path, beside, tmp_path / "model.onnx.json"]
     assert report.beside == [beside]
     assert report.size == path.stat().st_size + beside.stat().st_size
     assert beside.stat().st_size >= 4 * model.head.weight.numel()
@@ -274,7 +274,7 @@ def test_a_mixer_that_loops_over_the_tokens_is_written_for_one_token(tmp_path: P
     with pytest.raises(RuntimeError, match="out of range"):
         export_language_model(model, tmp_path / "whole.pt", format="torchscript", data=DATA, dynamic_length=True)
     check_file(model, tmp_path / "step.pt", "torchscript")
-    assert [file.name for file in tmp_path.iterdir()] == ["step.pt"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["step.pt", "step.pt.json"]
 
 
 @pytest.mark.parametrize(

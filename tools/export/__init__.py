@@ -8,6 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from longseq.files import sha256
 from longseq.tasks.commands import Export
 from longseq.tasks.training.configuration import read_command
 from longseq.tools.export.document_classifier import export_document_classifier
@@ -60,7 +61,7 @@ def run(cfg: DictConfig) -> ExportReport:
         measure_latency=keys.latency,
         extra_metadata={
             "task": loaded.task_name,
-            "checkpoint_sha256": checkpoint.sha256(loaded.file),
+            "checkpoint_sha256": sha256(loaded.file),
             "weights": loaded.weights,
             "epoch": loaded.epoch,
             "global_step": loaded.global_step,

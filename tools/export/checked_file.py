@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import json
 import logging
 import os
 import tempfile
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from longseq.blocks.convolution import ShortConvolution
+from longseq.files import sha256
 from longseq.mixers import Mixer
 from longseq.tools.export.formats import FORMATS
 from longseq.tools.export.parity import Comparison, latency_ms
@@ -81,7 +83,7 @@ def write_checked(
     unit: str,
     timed: tuple[Any, ...] | None,
 ) -> ExportReport:
-    """Write `module` to `target`, after `compare` has found the file equal to the model.
+    """Write `module` to `target`, after `compare` has found the file equal to the model, and its metadata beside it.
 
     Args:
         module: traced with the arguments `example`.
@@ -114,7 +116,10 @@ def write_checked(
                 )
         written = sorted(Path(folder).iterdir())
         size = sum(path.stat().st_size for path in written)
-        for path in written:
+        facts = {"file": target.name, "sha256": sha256(partial), **spec.metadata}
+        described = Path(folder, f"{target.name}.json")
+        described.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        for path in (*written, described):
             os.replace(path, target.with_name(path.name))
     return ExportReport(
         path=target,
