@@ -263,7 +263,7 @@ def build_schedule(recipe: Training, optimizer: Optimizer, epoch: Epoch, total: 
     scheduler, _ = recipe.schedule(optimizer, **lengths, **({"step_on_epochs": False} if of_timm else {}))
     if isinstance(scheduler, Scheduler) and scheduler.t_in_epochs:
         raise ValueError(f"{type(scheduler).__name__} counts epochs, and rates are set after each update")
-    if isinstance(scheduler, LRScheduler):
+    if scheduler is None or isinstance(scheduler, LRScheduler):
         _scale_by_layer(optimizer)
     if of_timm and isinstance(scheduler, MultiStepLRScheduler):
         # timm lets the rate fall at the last index before a milestone, which is an update here.
@@ -300,6 +300,6 @@ def check_end(update: int, saved: Mapping[str, Any], own: Mapping[str, Any]) -> 
 
 
 def _scale_by_layer(optimizer: Optimizer) -> None:
-    """Scale the rates that a scheduler of torch has set by layer (`layer_decay`)."""
+    """Scale rates, constant ones or those that a scheduler of torch has set, by layer (`layer_decay`)."""
     for group in optimizer.param_groups:
         group["lr"] *= group.get("lr_scale", 1.0)

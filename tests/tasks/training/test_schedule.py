@@ -189,6 +189,13 @@ def layered(schedule):
     return module, kept
 
 
+def test_rates_by_layer_hold_without_a_schedule():
+    module, kept = layered(lambda optimizer: None)
+    trainer = Trainer(callbacks=[kept], max_epochs=1, accelerator="cpu", **SILENT)
+    trainer.fit(module, torch.utils.data.DataLoader(torch.zeros(EPOCH, 1)))
+    assert kept.rates == EPOCH * [list(SCALES)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_rates_by_layer_hold_at_every_update_with_schedules_of_torch(name, tmp_path):
