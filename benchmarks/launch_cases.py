@@ -32,19 +32,18 @@ def list_cases(op: str, widths: Mapping[str, int], dtype: torch.dtype) -> list[C
         return []
     if op == "delta_rule":
         return _delta_rule(widths, dtype)
-    cases = CASES.get(op, TRIALS[op].cases)
-    groups = dict.fromkeys((bool(case.bounds), case.kind) for case in cases)
-    return [case for group in groups for case in cases if (bool(case.bounds), case.kind) == group]
+    return list(CASES.get(op, TRIALS[op].cases))
 
 
 def _delta_rule(widths: Mapping[str, int], dtype: torch.dtype) -> list[Case]:
-    unpacked = {kind: _delta_rule_of(kind, widths, dtype) for kind in ("", "gated")}
-    channels = [Case(variant, 130, kind="channels") for variant in ("channel", "channel_added_before")]
-    channels = [*channels, *(case.packed() for case in channels)] if widths["K"] <= TRITON_CHANNELS else []
-    return [*unpacked[""][0], *unpacked["gated"][0], *unpacked[""][1], *unpacked["gated"][1], *channels]
+    cases = [case for kind in ("", "gated") for case in _delta_rule_of(kind, widths, dtype)]
+    if widths["K"] <= TRITON_CHANNELS:
+        channels = [Case(variant, 130, kind="channels") for variant in ("channel", "channel_added_before")]
+        cases += [*channels, *(case.packed() for case in channels)]
+    return cases
 
 
-def _delta_rule_of(kind: str, widths: Mapping[str, int], dtype: torch.dtype) -> tuple[list[Case], list[Case]]:
+def _delta_rule_of(kind: str, widths: Mapping[str, int], dtype: torch.dtype) -> list[Case]:
     """Calls with many heads, with long sequences, and with sequences that are cut into segments of time; then packed.
 
     One launch reads sequences whole where there are no gradients and many heads.
@@ -66,7 +65,7 @@ def _delta_rule_of(kind: str, widths: Mapping[str, int], dtype: torch.dtype) -> 
     packed = [many, read._replace(heads=READ_HEADS // 4), filled._replace(heads=PACKED_HEADS)]
     packed += [long._replace(has_state=True), cut, filling, *large]
     cases = [given, given._replace(has_gradient=False), passing, many, read, filled, long, cut, filling, *large, *whole]
-    return cases, [case.packed() for case in packed]
+    return [*cases, *(case.packed() for case in packed)]
 
 
 def _scan() -> tuple[Case, ...]:

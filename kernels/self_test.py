@@ -3,11 +3,10 @@
 A wrong kernel would train a wrong model without an error, and which kernels are wrong depends on the GPU and on the
 compiler. The first call of an operation's kernels on a GPU therefore runs the small cases of `TRIALS`, in the
 direction, kind and precision of the call, packed if the call is packed, at widths that represent the call's (see
-`_representative`). The GPU tests compare kernels at other sizes.
-Outputs, final states and all gradients are compared with the torch form in float64 on the CPU. In each head and chunk
-the error may be three times that of the torch form in the call's precision (see accuracy.py). The kernels of all cases
-are compiled first, side by side. Kernels that fail or do not compile are refused: a warning says so, and
-`backend="auto"` takes the torch form.
+`_representative`). The GPU tests compare kernels at other sizes. Outputs, final states and all gradients are compared
+with the torch form in float64 on the CPU. In each head and chunk the error may be three times that of the torch form in
+the call's precision (see accuracy.py). The kernels of all cases are compiled first, side by side. Kernels that fail or
+do not compile are refused: a warning says so, and `backend="auto"` takes the torch form.
 
 A verdict holds for one kind of GPU, one version of Triton, one of torch, and one state of these sources and tables.
 Each verdict is a file of its own below `LONGSEQ_CACHE_DIR` (~/.cache/longseq), so that processes can write at the same
@@ -328,21 +327,20 @@ def _is_of_kernels(error: Exception) -> bool:
 def _find_error(test: _Test) -> str | None:
     """Compare every case with float64, and two runs with each other."""
     checks = list(_list_checks(test))
-    _compile(checks, test.device)
+    _compile(checks, test.device, {})
     return next((error for check in checks if (error := _find_difference(check, test.device)) is not None), None)
 
 
-def _compile(checks: Iterable["_Check"], device: torch.device, found: dict[Any, tuple[Any, str]] | None = None) -> None:
+def _compile(checks: Iterable["_Check"], device: torch.device, found: dict[Any, tuple[Any, str]]) -> None:
     """Compile the kernels of checks side by side, and those that are `found` already."""
     if device.type != "cuda":
         return  # elsewhere kernels are emulated
     torch.cuda.set_device(device)  # for this thread
-    kernels = {} if found is None else found
-    with find_kernels(kernels):
+    with find_kernels(found):
         for check in checks:
             with suppress(Exception):  # an error is raised again when the check runs, and reported there
                 check.run("triton", device)
-    compile_kernels(kernels, device)
+    compile_kernels(found, device)
 
 
 class _Check(NamedTuple):
@@ -365,7 +363,7 @@ def _list_checks(test: _Test) -> Iterator[_Check]:
     if not test.op.endswith("_step"):
         for case in trial.cases:
             if case.kind == test.kind:
-                yield _check_of_case(test, _turn(case, test, trial.own_parameters))
+                yield _check_of_case(test, _read_as(test, case))
         return
     for variant in dict.fromkeys([*(case.variant for case in trial.cases), *trial.steps]):
         # The precision of a step's call is that of its state; the token may have another one.
@@ -373,11 +371,11 @@ def _list_checks(test: _Test) -> Iterator[_Check]:
             yield _Check(f"{variant} in {dtype}", _make(test, Case(variant, 3), dtype), dtype, _take_steps)
 
 
-def _turn(case: Case, test: _Test, own_parameters: bool) -> Case:
+def _read_as(test: _Test, case: Case) -> Case:
     """A case in the direction of the call, and packed if the call is packed."""
     if test.reverse:
-        options = {**case.options, "reverse": test.reverse}
-        case = case._replace(options=options, own_parameters=own_parameters and test.reverse == "second_half")
+        own = find_trial(test.op).own_parameters and test.reverse == "second_half"
+        case = case._replace(options={**case.options, "reverse": test.reverse}, own_parameters=own)
     return case.packed() if test.packed else case
 
 

@@ -16,9 +16,7 @@ import triton
 import triton.language as tl
 
 from longseq.kernels.triton_tiles import (
-    MILD as LARGEST_INVERSE,
-)
-from longseq.kernels.triton_tiles import (
+    MILD,
     chunk,
     direction,
     eliminate,
@@ -65,7 +63,7 @@ def sums_after(g, stride, live, column, K: tl.constexpr, ROWS: tl.constexpr, COL
 
 @triton.jit
 def add_where(mask, x):
-    """Sums of the rows of x that each row of a mask names. Nothing is added and subtracted again."""
+    """For each row of a mask the sum of the rows of x where it is true; what it excludes is never added."""
     return tl.dot(tl.where(mask, 1.0, 0.0), x, input_precision="tf32x3")
 
 
@@ -90,10 +88,10 @@ def load_writes(
 
 @triton.jit
 def _level(gates, level, BEFORE: tl.constexpr, SIZE: tl.constexpr):
-    """Decays of a level, which pairs the tokens of the two halves of each 2 HALF = 2^(level + 1) tokens of a block.
+    """The pairs of tokens and the decays of a level, at which a block is cut into parts of 2^(level + 1) tokens.
 
-    Returns the mask of the pairs (row after the middle, column before it), that of tokens in the same half, and the
-    decays of queries and reads since the middle and of writes until it.
+    Returns two masks, of the pairs (row after the middle of a part, column before it) and of tokens in the same half,
+    and the decays of queries and reads since the middle and of writes until it.
     """
     i = tl.arange(0, SIZE)
     half = i >> level
@@ -209,8 +207,7 @@ def invert(
     matrix = load_block(own, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
     x = unit_lower_inverse(matrix, live, CHUNK, HALVES)
     if HALVES:
-        # Larger numbers leave float16's range, or its precision.
-        if inverse_size(tl.max(tl.abs(matrix), 1), x) > LARGEST_INVERSE:
+        if inverse_size(tl.max(tl.abs(matrix), 1), x) > MILD:
             x = eliminate(matrix, CHUNK)
     store_block(own, 0, 0, x, CHUNK, CHUNK, CHUNK, CHUNK)
 
@@ -363,12 +360,12 @@ def retreat(
 
 @triton.jit(do_not_specialize=SIZES)
 def differentiate_products(
-    v, cu_seqlens, sequence_of, d_output, written, d_errors, d_attention, d_lower, d_attention_values, d_lower_values,
+    v, cu_seqlens, sequence_of, d_output, written, d_errors, d_lower, d_attention, d_lower_values, d_attention_values,
     scale, T, H, v_row, v_token, v_head,
     V: tl.constexpr, HAS_VALUE_KEY: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
     PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of A, L, N and M, [CHUNK, CHUNK] for each chunk and head."""
+    """The gradients of L, A, M and N, [CHUNK, CHUNK] for each chunk and head."""
     place = tl.program_id(0).to(tl.int64)
     slot, head = place // H, place % H
     row, t, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
@@ -441,7 +438,7 @@ def load_products(base, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, 
 @triton.jit(do_not_specialize=SIZES)
 def differentiate(
     q, k, v, write, beta, value_key, g, cu_seqlens, sequence_of, d_output, states, d_states, written, d_errors,
-    d_attention, d_lower, d_attention_values, d_lower_values, d_q, d_k, d_write, d_value_key, d_g,
+    d_lower, d_attention, d_lower_values, d_attention_values, d_q, d_k, d_write, d_value_key, d_g,
     scale, T, H, q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
     write_row, write_token, write_head, beta_row, beta_token, beta_head, value_row, value_token, value_head,
     g_row, g_token, g_head,

@@ -145,7 +145,6 @@ class _Call(NamedTuple):
         products = self.k.new_empty(
             (4 if own else 2, self.slots, self.heads, self.chunk, self.chunk), dtype=torch.float32
         )
-        lower, attention, *values = products
         tensors = (self.q, self.k, self.write, self.beta, self.value_key, self.g)
         step = min(self.entry("relate").step, block_width(self.key_dim))
         programs = self.slots * self.heads
@@ -157,11 +156,11 @@ class _Call(NamedTuple):
             K=self.key_dim,
             COLUMNS=step,
             **self.flags,
-        )(*tensors, self.cu_seqlens, self.sequence_of, lower, attention, *(values or (lower, attention)))
+        )(*tensors, self.cu_seqlens, self.sequence_of, *_four(products))
         find_launch(
             invert, self.k.device, programs, self.numbers[1:], HALVES=self.half, **self.layout,
             **self.entry("invert").options,
-        )(lower, self.cu_seqlens, self.sequence_of)  # fmt: skip
+        )(products[0], self.cu_seqlens, self.sequence_of)  # fmt: skip
         return products
 
     def walk(self, products: Tensor, first: Tensor | None, save: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -208,7 +207,7 @@ class _Call(NamedTuple):
             differentiate_products, "differentiate_products", self.slots * self.heads, (self.v,), V=self.value_dim,
             HAS_VALUE_KEY=own, BLOCK_V=min(entry.step, block_width(self.value_dim)),
         )(
-            self.v, self.cu_seqlens, self.sequence_of, d_output, written, d_errors, *(_four(d_products, a_first=True)),
+            self.v, self.cu_seqlens, self.sequence_of, d_output, written, d_errors, *_four(d_products),
         )  # fmt: skip
         gradients = [self.k.new_empty(self.k.shape, dtype=torch.float32) for _ in range(5 if own else 4)]
         d_q, d_k, d_write, *d_value_key, d_g = gradients
@@ -221,7 +220,7 @@ class _Call(NamedTuple):
             **self.flags,
         )(
             *tensors, self.cu_seqlens, self.sequence_of, d_output, states, d_states, written, d_errors,
-            *_four(d_products, a_first=True), d_q, d_k, d_write, *(d_value_key or (d_write,)), d_g,
+            *_four(d_products), d_q, d_k, d_write, *(d_value_key or (d_write,)), d_g,
         )  # fmt: skip
         return gradients
 
@@ -236,13 +235,10 @@ class _Call(NamedTuple):
         return self.sequences * self.heads * cdiv(self.value_dim, self._value_columns(name))
 
 
-def _four(products: Tensor, a_first: bool = False) -> tuple[Tensor, ...]:
-    """L (or X), A, M and N, or A, L, N and M; without value keys the last two stand for nothing."""
+def _four(products: Tensor) -> tuple[Tensor, ...]:
+    """L (or X), A, M and N; without value keys no kernel reads the last two."""
     lower, attention, *values = products
-    lower_values, attention_values = values or (lower, attention)
-    if a_first:
-        return attention, lower, attention_values, lower_values
-    return lower, attention, lower_values, attention_values
+    return lower, attention, *(values or (lower, attention))
 
 
 @custom_op("delta_rule_channels")
@@ -317,12 +313,8 @@ def _(
 ):  # fmt: skip
     sequences = count_sequences(k.shape[0], cu_seqlens)
     d_first = k.new_empty((sequences, *k.shape[2:], v.shape[3]), dtype=torch.float32)
-    count = 4 if value_key is None else 5
-    return [
-        d_output.new_empty(d_output.shape),
-        d_first,
-        *(torch.empty_like(k, dtype=torch.float32) for _ in range(count)),
-    ]
+    gradients = [k.new_empty(k.shape, dtype=torch.float32) for _ in range(4 if value_key is None else 5)]
+    return [d_output.new_empty(d_output.shape), d_first, *gradients]
 
 
 def _setup_context(ctx, inputs, output):
