@@ -790,6 +790,21 @@ def test_any_float64_input_is_a_reason_against_float32_kernels(interpreted, op):
             inputs.replace({name: inputs.arguments[name].double()}).run(backend="triton")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["channel", "channel_added_before"])
+def test_compiled_graphs_know_the_layout_of_gradients(interpreted, variant):
+    """Also for inputs whose heads lie apart in memory."""
+    from longseq.kernels.delta_rule.triton_channels import delta_rule_channels, delta_rule_channels_backward
+
+    inputs = make_inputs("delta_rule", variant, batch=1, tokens=20, dtype=torch.float32)
+    apart = {name: x.transpose(1, 2).contiguous().transpose(1, 2) for name, x in inputs.sequences.items()}
+    tensors = [apart.get(name) for name in ("q", "k", "v", "beta", "write_key", "value_key", "g")]
+    call, options = (*tensors, inputs.initial_state, None), (0.5, "before" in variant, 0, False)
+    output, final, products = delta_rule_channels(*call, *options, True)
+    backward = (*call, products, torch.ones_like(output), torch.ones_like(final), *options)
+    torch.library.opcheck(delta_rule_channels_backward.registered, backward, test_utils="test_faketensor")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("op", "variant", "name"), LARGE_TOKENS)
 def test_tokens_before_a_large_one_of_their_chunk_stay_accurate_on_the_gpu(op, variant, name):
