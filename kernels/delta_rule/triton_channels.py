@@ -1,9 +1,9 @@
 """The delta rule with decays per key channel, value keys or reads before the decay in Triton: operations and launches.
 
-Sums, the triangular inverse and the state are float32. Matrix products of half precision values have TF32 operands, 11
-bits with the range of float32; those of float32 values are three such products. The forward pass keeps X and A for the
-backward pass, and with value keys M and N: 2 C or 4 C numbers for each token and head; with `recompute` only its
-inputs. The backward pass computes the states again. No sum depends on the order in which programs run.
+Sums and the state are float32. Operands of matrix products are bfloat16 for bfloat16 values, TF32 for those of float16,
+and three products of TF32 for those of float32. The forward pass keeps X and A for the backward pass, and with value
+keys M and N: 2 C or 4 C numbers for each token and head; with `recompute` only its inputs. The backward pass computes
+the states again. No sum depends on the order in which programs run.
 """
 
 from __future__ import annotations
@@ -15,17 +15,22 @@ from torch import Tensor
 
 from longseq.kernels.custom_op import custom_op
 from longseq.kernels.delta_rule.triton_channel_passes import (
-    BLOCK,
     differentiate,
+    differentiate_by_level,
     differentiate_products,
     invert,
+    prepare,
+    read,
     relate,
+    relate_by_level,
     retreat,
+    sum_gates,
     walk,
 )
-from longseq.kernels.devices import channels_adjacent
+from longseq.kernels.devices import is_emulated
 from longseq.kernels.reading import Reverse, number_of
 from longseq.kernels.triton_launch import (
+    ROW,
     Launch,
     block_width,
     cdiv,
@@ -34,211 +39,274 @@ from longseq.kernels.triton_launch import (
     find_launch,
     fit_launches,
     sequence_of_slots,
-    strides,
 )
 
-CHUNKS = {2: 64, 4: 32}  # tokens of a chunk, by the bytes of the values
-# By the bytes of the values and the width of keys. Not tuned yet.
+# By the bytes of the operands of matrix products and by the width, max(K, V) rounded up to 64 or 128. Blocks have rows
+# of at least 128 bytes: see `Launch` for what may happen otherwise.
 LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
-    (size, 128): {
-        "relate": Launch(0, 64, 4, 1),
+    (2, width): {
+        "sum_gates": Launch(0, 0, 4, 1),
+        "relate": Launch(64, 0, 8, 1) if width == 64 else Launch(64, 0, 4, 1),
+        "relate_by_level": Launch(64, 0, 4, 1),
         "invert": Launch(0, 0, 4, 1),
-        "walk": Launch(32, 0, 8, 1),
-        "retreat": Launch(32, 0, 8, 1),
-        "differentiate_products": Launch(0, 32, 4, 1),
-        "differentiate": Launch(32, 32, 4, 1),
+        "prepare": Launch(64, 0, 4, 1) if width == 64 else Launch(128, 0, 8, 1),
+        "walk": Launch(64, 0, 4, 3) if width == 64 else Launch(64, 0, 4, 2),
+        "read": Launch(128, 0, 4, 1),
+        "retreat": Launch(64, 0, 4, 2) if width == 64 else Launch(128, 0, 8, 2),
+        "differentiate_products": Launch(128, 0, 4, 1),
+        "differentiate": Launch(64, 64, 8, 1),
+        "differentiate_by_level": Launch(64, 0, 8, 1),
     }
-    for size in (2, 4)
+    for width in (64, 128)
+}
+LAUNCHES |= {
+    (4, width): {
+        "sum_gates": Launch(0, 0, 4, 1),
+        "relate": Launch(32, 0, 4, 1),
+        "relate_by_level": Launch(32, 0, 4, 1),
+        "invert": Launch(0, 0, 4, 1),
+        "prepare": Launch(32, 0, 4, 1),
+        "walk": Launch(32, 0, 4, 1),
+        "read": Launch(32, 0, 4, 1),
+        "retreat": Launch(32, 0, 4, 1),
+        "differentiate_products": Launch(32, 0, 4, 1),
+        "differentiate": Launch(32, 32, 4, 1),
+        "differentiate_by_level": Launch(32, 0, 4, 1),
+    }
+    for width in (64, 128)
 }
 fit_launches(LAUNCHES)
 
 
-class _Call(NamedTuple):
-    """A call's tensors as the kernels read them, and what all launches share."""
+class _Inputs(NamedTuple):
+    """The sequences of a call, [B, T, H, ...], each with one distance between tokens."""
 
     q: Tensor
     k: Tensor
     v: Tensor
-    write: Tensor
-    beta: Tensor
-    value_key: Tensor
-    g: Tensor
-    cu_seqlens: Tensor | None
-    sequence_of: Tensor | None
-    numbers: tuple[float, ...]  # scale, tokens and heads
-    flags: dict[str, Any]  # of the formula
-    layout: dict[str, Any]
-    half: bool
-    slots: int
-    sequences: int
+    beta: Tensor | None
+    write_key: Tensor | None
+    value_key: Tensor | None
+    g: Tensor | None
 
-    @classmethod
-    def of(
-        cls, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, write_key: Tensor | None, value_key: Tensor | None,
-        g: Tensor | None, cu_seqlens: Tensor | None, scale: float, before: bool, reverse: int, half: bool,
-    ) -> _Call:  # fmt: skip
-        batch, tokens, heads, _ = k.shape
-        q, k, v = channels_adjacent(q), channels_adjacent(k), channels_adjacent(v)
-        if g is None:
-            g = k.new_zeros((1,), dtype=torch.float32)
-        gates = (g.unsqueeze(-1) if g.dim() == 3 else g).expand(k.shape).contiguous()
-        chunk = CHUNKS[2 if half else 4]
-        slots = count_slots(batch, tokens, chunk, cu_seqlens)
-        return cls(
-            q=q,
-            k=k,
-            v=v,
-            write=k if write_key is None else channels_adjacent(write_key),
-            beta=k if beta is None else beta,
-            value_key=k if value_key is None else channels_adjacent(value_key),
-            g=gates,
-            cu_seqlens=None if cu_seqlens is None else cu_seqlens.contiguous(),
-            sequence_of=sequence_of_slots(slots, chunk, tokens, cu_seqlens),
-            numbers=(scale, tokens, heads),
-            flags={"BEFORE": before, "HAS_BETA": beta is not None, "HAS_VALUE_KEY": value_key is not None},
-            layout={"PACKED": cu_seqlens is not None, "REVERSE": reverse, "CHUNK": chunk},
-            half=half,
-            slots=slots,
-            sequences=count_sequences(batch, cu_seqlens),
-        )
 
-    @property
-    def heads(self) -> int:
-        return self.k.shape[2]
+class _Chunks(NamedTuple):
+    """What `prepare` computes: by slot and head, in the type of matrix products but for `whole`."""
 
-    @property
-    def key_dim(self) -> int:
-        return self.k.shape[3]
+    queries: Tensor
+    w: Tensor
+    offered: Tensor
+    writes: Tensor
+    added: Tensor | None
+    whole: Tensor  # e^{b_C}
 
-    @property
-    def value_dim(self) -> int:
-        return self.v.shape[3]
 
-    @property
-    def chunk(self) -> int:
-        return self.layout["CHUNK"]
+def _tile(v: Tensor) -> tuple[torch.dtype, int, str]:
+    """The type of matrix products, the tokens of a chunk, and the precision of products."""
+    if v.dtype == torch.bfloat16:
+        # Triton's interpreter multiplies the bits of bfloat16 as if they were integers.
+        return torch.float32 if is_emulated() else torch.bfloat16, 64, "tf32"
+    return torch.float32, 32, "tf32" if v.dtype == torch.float16 else "tf32x3"
 
-    @property
-    def precision(self) -> str:
-        return "tf32" if self.half else "tf32x3"
 
-    def empty(self, *sizes: int) -> Tensor:
-        """A float32 tensor by slot and head."""
-        return self.k.new_empty((self.slots, self.heads, *sizes), dtype=torch.float32)
+class _Call:
+    """The launches of one call, forward or backward."""
 
-    def states(self) -> Tensor:
+    def __init__(self, inputs: _Inputs, cu_seqlens: Tensor | None, scale: float, before: bool, reverse: int) -> None:
+        q, k, v, beta, write_key, value_key, g = (None if x is None else _evenly(x) for x in inputs)
+        self.batch, self.tokens, self.heads, self.key_dim = k.shape
+        self.value_dim = v.shape[3]
+        self.q, self.k, self.v, self.beta, self.value_key = q, k, v, beta, value_key
+        self.write = k if write_key is None else write_key
+        self.scale, self.before = scale, before
+        self.cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
+        self.dtype, self.chunk, precision = _tile(v)
+        self.launches = LAUNCHES[self.dtype.itemsize, 64 if max(self.key_dim, self.value_dim) <= 64 else 128]
+        self.sequences = count_sequences(self.batch, cu_seqlens)
+        self.slots = count_slots(self.batch, self.tokens, self.chunk, cu_seqlens)
+        self.sequence_of = sequence_of_slots(self.slots, self.chunk, self.tokens, cu_seqlens)
+        self.layout = {"REVERSE": reverse, "CHUNK": self.chunk}
+        self.levels = {"LEVELS": self.chunk.bit_length() - 1}
+        self.options = {**self.layout, "PRECISION": precision}
+        self.size = self.slots * self.heads * self.chunk**2
+        self.places = self.slots * self.heads
+        self.walks = self.sequences * self.heads
+        self.sums, self.mild = self._sum_gates(g)
+
+    def _launch(self, kernel: Any, programs: int, numbers: tuple[float, ...], **constants: Any) -> Any:
+        launch = self.launches[kernel.__name__]
+        return find_launch(kernel, self.k.device, programs, numbers, **constants, **launch.options)
+
+    def _block(self, kernel: Any, width: int, step: bool = False) -> int:
+        launch = self.launches[kernel.__name__]
+        return min(launch.step if step else launch.block, block_width(width, ROW[self.dtype.itemsize]))
+
+    def _empty(self, *sizes: int, dtype: torch.dtype | None = None) -> Tensor:
+        """A tensor by slot and head."""
+        return self.k.new_empty((self.slots, self.heads, *sizes), dtype=dtype or self.dtype)
+
+    def _states(self) -> Tensor:
         """A float32 tensor with a state for each sequence."""
         return self.k.new_empty((self.sequences, self.heads, self.key_dim, self.value_dim), dtype=torch.float32)
 
-    def entry(self, name: str) -> Launch:
-        return LAUNCHES[2 if self.half else 4, 128][name]
+    def _by_value(self, kernel: Any) -> dict[str, int]:
+        """The widths of a kernel whose programs have some value columns."""
+        widths = {
+            "K": self.key_dim,
+            "V": self.value_dim,
+            "BLOCK_K": block_width(self.key_dim, ROW[self.dtype.itemsize]),
+        }
+        return {**widths, "BLOCK_V": self._block(kernel, self.value_dim), **self.options}
 
-    def launch(self, kernel: Any, name: str, programs: int, tensors: tuple[Tensor, ...], **constants: Any) -> Any:
-        """A launch of a kernel, with the strides of `tensors`."""
-        numbers = (*self.numbers, *(stride for x in tensors for stride in strides(x)))
-        constants |= {**self.layout, **self.entry(name).options, "PRECISION": self.precision}
-        return find_launch(kernel, self.k.device, programs, numbers, **constants)
+    def _sum_gates(self, g: Tensor | None) -> tuple[Tensor, Tensor]:
+        """b [slots, H, C, K], and the sizes of blocks, n."""
+        if g is None:
+            g = self.k.new_zeros((1,), dtype=torch.float32)
+        g = (g.unsqueeze(-1) if g.dim() == 3 else g).expand(self.k.shape).contiguous()
+        exact = torch.float64 if self.options["PRECISION"] == "tf32x3" else torch.float32
+        sums, mild = self._empty(self.chunk, self.key_dim, dtype=exact), self._empty(dtype=torch.int32)
+        self._launch(
+            sum_gates, self.places, (self.tokens, self.heads, g.stride(1)), K=self.key_dim,
+            BLOCK_K=block_width(self.key_dim), **self.levels, **self.layout,
+        )(g, self.cu_seqlens, self.sequence_of, sums, mild)  # fmt: skip
+        return sums, mild
 
     def relate(self) -> Tensor:
         """X and A, and with value keys M and N, [2 or 4, slots, H, C, C]."""
-        own = self.flags["HAS_VALUE_KEY"]
-        products = self.k.new_empty(
-            (4 if own else 2, self.slots, self.heads, self.chunk, self.chunk), dtype=torch.float32
+        lower = self._empty(self.chunk, self.chunk, dtype=torch.float32)
+        products = lower.new_empty((2 if self.value_key is None else 4, *lower.shape), dtype=self.dtype)
+        steps = _steps(self.q, self.k, self.write, self.beta, self.value_key)
+        for kernel, levels in ((relate, {}), (relate_by_level, self.levels)):
+            self._launch(
+                kernel, self.places, (self.scale, self.tokens, self.heads, self.size, *steps), K=self.key_dim,
+                BEFORE=self.before, COLUMNS=self._block(kernel, self.key_dim), **levels, **self.options,
+            )(
+                self.q, self.k, self.write, self.beta, self.value_key, self.sums, self.mild, self.cu_seqlens,
+                self.sequence_of, lower, products,
+            )  # fmt: skip
+        self._launch(invert, self.places, (self.tokens, self.heads), **self.layout)(
+            lower, self.cu_seqlens, self.sequence_of, products
         )
-        tensors = (self.q, self.k, self.write, self.beta, self.value_key, self.g)
-        step = min(self.entry("relate").step, block_width(self.key_dim))
-        programs = self.slots * self.heads
-        self.launch(
-            relate,
-            "relate",
-            programs * (self.chunk // BLOCK.value),
-            tensors,
-            K=self.key_dim,
-            COLUMNS=step,
-            **self.flags,
-        )(*tensors, self.cu_seqlens, self.sequence_of, *_four(products))
-        find_launch(
-            invert, self.k.device, programs, self.numbers[1:], HALVES=self.half, **self.layout,
-            **self.entry("invert").options,
-        )(products[0], self.cu_seqlens, self.sequence_of)  # fmt: skip
         return products
 
-    def walk(self, products: Tensor, first: Tensor | None, save: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The outputs and last states; with `save`, the states before each chunk and U."""
-        batch, tokens = self.v.shape[:2]
-        output = self.v.new_empty((batch, tokens, self.heads, self.value_dim))
-        last = self.states()
-        states = self.empty(self.key_dim, self.value_dim) if save else last
-        written = self.empty(self.chunk, self.value_dim) if save else last
-        tensors = (self.q, self.k, self.v, self.write, self.beta, self.value_key, self.g)
-        self.launch(
-            walk,
-            "walk",
-            self._programs("walk"),
-            tensors,
-            HAS_FIRST=first is not None,
-            SAVE=save,
-            **self._widths("walk"),
-        )(*tensors, self.cu_seqlens, *_four(products), last if first is None else first, states, written, last, output)
-        return output, last, states, written
-
-    def retreat(self, products: Tensor, d_output: Tensor, d_last: Tensor | None) -> tuple[Tensor, ...]:
-        """The gradients of the states after each chunk, of the errors, of the first states and of v."""
-        d_first = self.states()
-        d_states, d_errors = self.empty(self.key_dim, self.value_dim), self.empty(self.chunk, self.value_dim)
-        d_v = d_output.new_empty(d_output.shape)
-        tensors = (self.q, self.k, self.v, self.write, self.beta, self.value_key, self.g)
-        self.launch(
-            retreat, "retreat", self._programs("retreat"), tensors, HAS_LAST=d_last is not None,
-            **self._widths("retreat"),
+    def prepare(self, products: Tensor) -> _Chunks:
+        queries, w, writes = (self._empty(self.chunk, self.key_dim) for _ in range(3))
+        added = None if self.value_key is None else torch.empty_like(queries)
+        offered = self._empty(self.chunk, self.value_dim)
+        whole = self._empty(self.key_dim, dtype=torch.float32)
+        sequences = (self.q, self.k, self.v, self.write, self.beta, self.value_key)
+        self._launch(
+            prepare, self.places, (self.scale, self.tokens, self.heads, self.size, *_steps(*sequences)),
+            K=self.key_dim, V=self.value_dim, BEFORE=self.before,
+            COLUMNS=self._block(prepare, max(self.key_dim, self.value_dim)), **self.options,
         )(
-            *tensors, self.cu_seqlens, *_four(products), d_output, d_first if d_last is None else d_last, d_states,
-            d_errors, d_first, d_v,
+            *sequences, self.sums, self.cu_seqlens, self.sequence_of, products, queries, w, offered, writes, added,
+            whole,
         )  # fmt: skip
-        return d_states, d_errors, d_first, d_v
+        return _Chunks(queries, w, offered, writes, added, whole)
+
+    def walk(self, chunks: _Chunks, first: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """The states before each chunk, U, and the last states."""
+        states, u, last = self._empty(self.key_dim, self.value_dim), torch.empty_like(chunks.offered), self._states()
+        widths = self._by_value(walk)
+        self._launch(
+            walk, self.walks * cdiv(self.value_dim, widths["BLOCK_V"]), (self.tokens, self.heads, *_steps(self.v)),
+            **widths,
+        )(self.v, self.cu_seqlens, *chunks[1:], first, states, u, last)  # fmt: skip
+        return states, u, last
+
+    def read(self, products: Tensor, chunks: _Chunks, states: Tensor, u: Tensor) -> Tensor:
+        output = self.v.new_empty((self.batch, self.tokens, self.heads, self.value_dim))
+        widths = self._by_value(read)
+        self._launch(
+            read, self.places * cdiv(self.value_dim, widths["BLOCK_V"]),
+            (self.tokens, self.heads, self.size, *_steps(self.v)), **widths,
+        )(
+            None if self.value_key is None else self.v, self.cu_seqlens, self.sequence_of, products, chunks.queries,
+            states, u, output,
+        )  # fmt: skip
+        return output
+
+    def retreat(
+        self, products: Tensor, chunks: _Chunks, d_output: Tensor, d_last: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of the states after each chunk, of U, and of the first states."""
+        d_states, d_u, d_first = (
+            self._empty(self.key_dim, self.value_dim), torch.empty_like(chunks.offered), self._states()
+        )  # fmt: skip
+        widths = self._by_value(retreat)
+        self._launch(
+            retreat, self.walks * cdiv(self.value_dim, widths["BLOCK_V"]), (self.tokens, self.heads, self.size),
+            **widths,
+        )(
+            d_output, self.cu_seqlens, products, chunks.queries, chunks.w, chunks.writes, chunks.whole, d_last,
+            d_states, d_u, d_first,
+        )  # fmt: skip
+        return d_states, d_u, d_first
+
+    def differentiate_products(
+        self, products: Tensor, chunks: _Chunks, d_output: Tensor, u: Tensor, d_u: Tensor, d_states: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The gradients of L, A, M and N and of v; `d_u` becomes the gradient of the errors."""
+        d_products, d_v = torch.empty_like(products), d_output.new_empty(d_output.shape)
+        self._launch(
+            differentiate_products, self.places, (self.scale, self.tokens, self.heads, self.size, *_steps(self.v)),
+            **self._by_value(differentiate_products),
+        )(
+            self.v, self.cu_seqlens, self.sequence_of, products, chunks.added, d_output, u, d_u, d_states, d_products,
+            d_v,
+        )  # fmt: skip
+        return d_products, d_v
 
     def differentiate(
-        self, products: Tensor, d_output: Tensor, states: Tensor, written: Tensor, d_states: Tensor, d_errors: Tensor
-    ) -> list[Tensor]:
-        """The gradients of q, k, the writes, value keys and gates, [B, T, H, K] in float32."""
-        d_products = torch.empty_like(products)
-        entry, own = self.entry("differentiate_products"), self.flags["HAS_VALUE_KEY"]
-        self.launch(
-            differentiate_products, "differentiate_products", self.slots * self.heads, (self.v,), V=self.value_dim,
-            HAS_VALUE_KEY=own, BLOCK_V=min(entry.step, block_width(self.value_dim)),
+        self, d_products: Tensor, d_output: Tensor, states: Tensor, d_states: Tensor, u: Tensor, d_errors: Tensor,
+        own: bool,
+    ) -> list[Tensor]:  # fmt: skip
+        """The gradients of q, k and g, then of beta, write keys (with `own`) and value keys, where given."""
+        d_q, d_k = self.q.new_empty(self.q.shape), self.k.new_empty(self.k.shape)
+        d_g = self.k.new_empty(self.k.shape, dtype=torch.float32)
+        columns = self._block(differentiate, self.key_dim)
+        tiles = cdiv(self.key_dim, columns)
+        d_beta = None if self.beta is None else d_g.new_empty((*self.beta.shape, tiles))
+        d_write = self.write.new_empty(self.write.shape) if own else None
+        d_value_key = None if self.value_key is None else self.value_key.new_empty(self.value_key.shape)
+        sequences = (self.q, self.k, self.v, self.write, self.beta, self.value_key)
+        self._launch(
+            differentiate, self.places * tiles, (self.scale, self.tokens, self.heads, self.size, *_steps(*sequences)),
+            K=self.key_dim, V=self.value_dim, BEFORE=self.before, COLUMNS=columns,
+            BLOCK_V=self._block(differentiate, self.value_dim, step=True), **self.options,
         )(
-            self.v, self.cu_seqlens, self.sequence_of, d_output, written, d_errors, *_four(d_products),
+            *sequences, self.sums, self.mild, self.cu_seqlens, self.sequence_of, d_output, states, d_states, u,
+            d_errors, d_products, d_q, d_k, d_write, d_value_key, d_g, d_beta,
         )  # fmt: skip
-        gradients = [self.k.new_empty(self.k.shape, dtype=torch.float32) for _ in range(5 if own else 4)]
-        d_q, d_k, d_write, *d_value_key, d_g = gradients
-        tensors = (self.q, self.k, self.v, self.write, self.beta, self.value_key, self.g)
-        entry = self.entry("differentiate")
-        columns = min(entry.block, block_width(self.key_dim))
-        self.launch(
-            differentiate, "differentiate", self.slots * self.heads * cdiv(self.key_dim, columns), tensors,
-            K=self.key_dim, V=self.value_dim, COLUMNS=columns, BLOCK_V=min(entry.step, block_width(self.value_dim)),
-            **self.flags,
+        columns = self._block(differentiate_by_level, self.key_dim)
+        assert cdiv(self.key_dim, columns) == tiles
+        sequences = (self.q, self.k, self.write, self.beta, self.value_key)
+        self._launch(
+            differentiate_by_level, self.places * tiles, (self.tokens, self.heads, self.size, *_steps(*sequences)),
+            K=self.key_dim, BEFORE=self.before, COLUMNS=columns, **self.levels, **self.options,
         )(
-            *tensors, self.cu_seqlens, self.sequence_of, d_output, states, d_states, written, d_errors,
-            *_four(d_products), d_q, d_k, d_write, *(d_value_key or (d_write,)), d_g,
+            *sequences, self.sums, self.mild, self.cu_seqlens, self.sequence_of, d_products, d_q, d_k, d_write,
+            d_value_key, d_g, d_beta,
         )  # fmt: skip
-        return gradients
-
-    def _widths(self, name: str) -> dict[str, Any]:
-        widths = {"K": self.key_dim, "V": self.value_dim, "BLOCK_K": block_width(self.key_dim)}
-        return {**widths, "BLOCK_V": self._value_columns(name), **self.flags}
-
-    def _value_columns(self, name: str) -> int:
-        return min(self.entry(name).block, block_width(self.value_dim))
-
-    def _programs(self, name: str) -> int:
-        return self.sequences * self.heads * cdiv(self.value_dim, self._value_columns(name))
+        d_beta = None if d_beta is None else d_beta.sum(-1).to(self.beta.dtype)
+        return [d_q, d_k, d_g, *(x for x in (d_beta, d_write, d_value_key) if x is not None)]
 
 
-def _four(products: Tensor) -> tuple[Tensor, ...]:
-    """L (or X), A, M and N; without value keys no kernel reads the last two."""
-    lower, attention, *values = products
-    return lower, attention, *(values or (lower, attention))
+def _evenly(x: Tensor) -> Tensor:
+    """The tensor [B, T, H, ...] with one distance between tokens, rows one after the other and adjacent heads."""
+    token = x.stride(1)
+    even = (
+        x.shape[2:].numel() <= token
+        and x[0, 0].is_contiguous()
+        and (x.shape[0] == 1 or x.stride(0) == x.shape[1] * token)
+    )
+    return x if even else x.contiguous()
+
+
+def _steps(*sequences: Tensor | None) -> tuple[int, ...]:
+    """The distances between tokens; 0 for None."""
+    return tuple(0 if x is None else x.stride(1) for x in sequences)
 
 
 @custom_op("delta_rule_channels")
@@ -255,24 +323,24 @@ def delta_rule_channels(
     scale: float,
     before: bool,
     reverse: int,
-    half: bool,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output [B, T, H, V] in v's type, final state in float32, and X, A, M and N (empty unless `keep`)."""
-    call = _Call.of(q, k, v, beta, write_key, value_key, g, cu_seqlens, scale, before, reverse, half)
+    call = _Call(_Inputs(q, k, v, beta, write_key, value_key, g), cu_seqlens, scale, before, reverse)
     products = call.relate()
-    output, last, _, _ = call.walk(products, None if initial_state is None else initial_state.contiguous(), False)
-    return output, last, products if keep else products.new_empty((0,))
+    chunks = call.prepare(products)
+    states, u, last = call.walk(chunks, None if initial_state is None else initial_state.contiguous())
+    return call.read(products, chunks, states, u), last, products if keep else products.new_empty((0,))
 
 
 @delta_rule_channels.register_fake
-def _(q, k, v, beta, write_key, value_key, g, initial_state, cu_seqlens, scale, before, reverse, half, keep):
+def _(q, k, v, beta, write_key, value_key, g, initial_state, cu_seqlens, scale, before, reverse, keep):
     batch, tokens, heads, key_dim = k.shape
-    chunk = CHUNKS[2 if half else 4]
+    dtype, chunk, _ = _tile(v)
     sequences, slots = count_sequences(batch, cu_seqlens), count_slots(batch, tokens, chunk, cu_seqlens)
     products = (2 if value_key is None else 4, slots, heads, chunk, chunk) if keep else (0,)
     final = k.new_empty((sequences, heads, key_dim, v.shape[3]), dtype=torch.float32)
-    return v.new_empty(v.shape), final, k.new_empty(products, dtype=torch.float32)
+    return v.new_empty(v.shape), final, k.new_empty(products, dtype=dtype)
 
 
 @custom_op("delta_rule_channels_backward")
@@ -292,33 +360,36 @@ def delta_rule_channels_backward(
     scale: float,
     before: bool,
     reverse: int,
-    half: bool,
 ) -> list[Tensor]:
-    """Gradients of v, the first states, q, k, the writes (beta times the write keys), value keys if given, and gates
-    [B, T, H, K]. All but that of v are float32.
+    """Gradients of v, the first states, q, k and g [B, T, H, K] (in float32), then of beta, write keys and value keys,
+    where they are given.
     """
-    call = _Call.of(q, k, v, beta, write_key, value_key, g, cu_seqlens, scale, before, reverse, half)
+    call = _Call(_Inputs(q, k, v, beta, write_key, value_key, g), cu_seqlens, scale, before, reverse)
     d_output = d_output.contiguous()
     products = products if products.numel() else call.relate()
-    _, _, states, written = call.walk(products, None if initial_state is None else initial_state.contiguous(), True)
-    d_final = None if d_final is None else d_final.contiguous()
-    d_states, d_errors, d_first, d_v = call.retreat(products, d_output, d_final)
-    return [d_v, d_first, *call.differentiate(products, d_output, states, written, d_states, d_errors)]
+    chunks = call.prepare(products)
+    states, u, _ = call.walk(chunks, None if initial_state is None else initial_state.contiguous())
+    d_last = None if d_final is None else d_final.contiguous()
+    d_states, d_u, d_first = call.retreat(products, chunks, d_output, d_last)
+    d_products, d_v = call.differentiate_products(products, chunks, d_output, u, d_u, d_states)
+    rest = call.differentiate(d_products, d_output, states, d_states, u, d_u, write_key is not None)
+    return [d_v, d_first, *rest]
 
 
 @delta_rule_channels_backward.register_fake
 def _(
     q, k, v, beta, write_key, value_key, g, initial_state, cu_seqlens, products, d_output, d_final, scale, before,
-    reverse, half,
+    reverse,
 ):  # fmt: skip
     sequences = count_sequences(k.shape[0], cu_seqlens)
     d_first = k.new_empty((sequences, *k.shape[2:], v.shape[3]), dtype=torch.float32)
-    gradients = [k.new_empty(k.shape, dtype=torch.float32) for _ in range(4 if value_key is None else 5)]
-    return [d_output.new_empty(d_output.shape), d_first, *gradients]
+    d_g = k.new_empty(k.shape, dtype=torch.float32)
+    others = [x.new_empty(x.shape) for x in (beta, write_key, value_key) if x is not None]
+    return [d_output.new_empty(d_output.shape), d_first, q.new_empty(q.shape), k.new_empty(k.shape), d_g, *others]
 
 
 def _setup_context(ctx, inputs, output):
-    *tensors, ctx.scale, ctx.before, ctx.reverse, ctx.half, _ = inputs
+    *tensors, ctx.scale, ctx.before, ctx.reverse, _ = inputs
     ctx.save_for_backward(*tensors, output[2])
     ctx.set_materialize_grads(False)
 
@@ -327,24 +398,18 @@ def _differentiate(ctx, d_output, d_final, _):
     q, k, v, beta, write_key, value_key, g, initial_state, cu_seqlens, products = ctx.saved_tensors
     if d_output is None:
         d_output = torch.zeros_like(v)
-    d_v, d_first, d_q, d_k, d_write, *d_value_key, d_g = delta_rule_channels_backward(
+    d_v, d_first, d_q, d_k, d_g, *others = delta_rule_channels_backward(
         *(q, k, v, beta, write_key, value_key, g, initial_state, cu_seqlens, products, d_output, d_final),
-        *(ctx.scale, ctx.before, ctx.reverse, ctx.half),
+        *(ctx.scale, ctx.before, ctx.reverse),
     )
-    d_beta = None if beta is None else (d_write * (k if write_key is None else write_key)).sum(-1).to(beta.dtype)
-    d_own = d_write if beta is None else d_write * beta.unsqueeze(-1)
-    if write_key is None:
-        d_k = d_k + d_own
     return (
-        d_q.to(q.dtype),
-        d_k.to(k.dtype),
-        d_v.to(v.dtype),
-        d_beta,
-        None if write_key is None else d_own.to(write_key.dtype),
-        None if value_key is None else d_value_key[0].to(value_key.dtype),
+        d_q,
+        d_k,
+        d_v,
+        *(None if x is None else others.pop(0) for x in (beta, write_key, value_key)),
         None if g is None else (d_g if g.dim() == 4 else d_g.sum(-1)).to(g.dtype),
         None if initial_state is None else d_first.to(initial_state.dtype),
-        *(None,) * 6,
+        *(None,) * 5,
     )
 
 
@@ -369,5 +434,5 @@ def delta_rule_channels_triton(
     """Output and final state of `delta_rule`."""
     tensors = (q, k, v, beta, write_key, value_key, g, initial_state)
     differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    options = (float(scale), read_before_decay, number_of(reverse), v.dtype.itemsize == 2)
+    options = (float(scale), read_before_decay, number_of(reverse))
     return delta_rule_channels(*tensors, cu_seqlens, *options, differentiable and not recompute)[:2]

@@ -799,7 +799,7 @@ def test_compiled_graphs_know_the_layout_of_gradients(interpreted, variant):
     inputs = make_inputs("delta_rule", variant, batch=1, tokens=20, dtype=torch.float32)
     apart = {name: x.transpose(1, 2).contiguous().transpose(1, 2) for name, x in inputs.sequences.items()}
     tensors = [apart.get(name) for name in ("q", "k", "v", "beta", "write_key", "value_key", "g")]
-    call, options = (*tensors, inputs.initial_state, None), (0.5, "before" in variant, 0, False)
+    call, options = (*tensors, inputs.initial_state, None), (0.5, "before" in variant, 0)
     output, final, products = delta_rule_channels(*call, *options, True)
     backward = (*call, products, torch.ones_like(output), torch.ones_like(final), *options)
     torch.library.opcheck(delta_rule_channels_backward.registered, backward, test_utils="test_faketensor")
