@@ -83,7 +83,7 @@ def _linear_attention() -> tuple[Case, ...]:
     # Strong decays have kernels of their own.
     strong = [stateless(f"extreme_{kind}_decay", 130, kind=kind) for kind in kinds[2:]]
     # Cut into segments of time.
-    cut = [case._replace(tokens=2100) for case in plain]
+    cut = [case._replace(tokens=4100) for case in plain]
     return *plain, *strong, *cut, *(case.without_gradient() for case in plain)
 
 
@@ -170,7 +170,7 @@ TRIALS: dict[str, Trial] = {
     "slot_attention": Trial(
         {"K": 64, "V": 64, "M": 64},
         (
-            *(stateless("plain", 130), stateless("write", 130, kind="write"), stateless("plain", 2100)),
+            *(stateless("plain", 130), stateless("write", 130, kind="write"), stateless("plain", 4100)),
             *(stateless("plain", 130).without_gradient(), stateless("write", 130, kind="write").without_gradient()),
         ),
         mixed=("g",),

@@ -96,7 +96,7 @@ LIMITS = {2: 64.0, 4: 8.0}
 # each: where sequences, heads and tiles are too few for so many, sequences are cut into segments of time.
 PROGRAMS = {"walk": 396, "walk_and_read": 264}
 FEWEST_SEGMENTS = 3  # fewer do not make up for walking most of the sequence twice
-FEWEST_CHUNKS = 32  # of a sequence that is cut
+FEWEST_CHUNKS = 64  # of a sequence that is cut
 SHORTEST_SEGMENT = 4  # chunks
 
 
@@ -193,9 +193,9 @@ class _Scores(NamedTuple):
 
 
 class _Segments(NamedTuple):
-    """What segments of time make of a state, by segment and head; both None where sequences are not cut."""
+    """What segments of time make of a state, by segment and head; None where sequences are not cut."""
 
-    ends: Tensor | None  # the state after a segment that begins from zero
+    ends: Tensor | None  # the state after a segment that begins from zero, in float32
     decays: Tensor | None  # the decay over a segment: a number, or one for each channel of the gate
 
 
@@ -291,7 +291,7 @@ class _Passes:
         With a gate per channel, `whole` is given, and a or b is decayed.
         """
         segments = self.summarize(a, b, g, whole, last, backward=backward)
-        self._walk(a, b, g, whole, first, segments, states, last, transposed=transposed, backward=backward)
+        self._walk((a, b, g, whole), first, segments, states, last, transposed=transposed, backward=backward)
 
     def summarize(
         self,
@@ -306,22 +306,19 @@ class _Passes:
         """What the segments of time make of a state, if there are any; arguments as of `walk`."""
         if not self.span:
             return _Segments(None, None)
-        plan, key_dim, value_dim = self.plan, self.plan.key_dim, self.plan.value_dim
-        width = {"none": 0, "head": 1, "key": key_dim, "value": value_dim}[plan.gate]
+        key_dim, value_dim = self.plan.key_dim, self.plan.value_dim
+        width = {"none": 0, "head": 1, "key": key_dim, "value": value_dim}[self.plan.gate]
         segments = _Segments(
             like.new_empty((self.walks, self.heads, key_dim, value_dim)),
             like.new_empty((self.walks, self.heads, width)),
         )
-        states = _States(like, like)  # not written
-        self._walk(a, b, g, whole, None, segments, states, like, backward=backward, summary=True)
+        unwritten = _States(like, like)
+        self._walk((a, b, g, whole), None, segments, unwritten, like, backward=backward, summary=True)
         return segments
 
     def _walk(
         self,
-        a: Tensor | _Tiles,
-        b: Tensor | _Tiles,
-        g: Tensor | None,
-        whole: Tensor | None,
+        inputs: tuple[Tensor | _Tiles, Tensor | _Tiles, Tensor | None, Tensor | None],
         first: Tensor | None,
         segments: _Segments,
         states: _States,
@@ -331,7 +328,7 @@ class _Passes:
         backward: bool,
         summary: bool = False,
     ) -> None:
-        plan = self.plan
+        plan, (a, b, g, whole) = self.plan, inputs
         row, column = (1, plan.key_dim) if transposed else (plan.value_dim, 1)
         find_launch(
             walk, last.device, self.walks * self.heads * plan.tiles(plan.key_dim) * plan.tiles(plan.value_dim),
