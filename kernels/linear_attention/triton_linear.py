@@ -92,9 +92,10 @@ CHUNKS = {2: 64, 4: 32}  # tokens of a chunk, by the bytes of the products' type
 # Decays over a chunk are mild above e^-LIMIT. For e^-64, float32 holds the sums over the chunk; for e^-8, the rounding
 # errors of the exponents are small.
 LIMITS = {2: 64.0, 4: 8.0}
-# Programs of a walk that run side by side on a GPU of 132 multiprocessors, whose registers hold two to four of them
-# each: where sequences, heads and tiles are too few for so many, sequences are cut into segments of time.
-PROGRAMS = {"walk": 396, "walk_and_read": 264}
+# Warps of a walk that run side by side on a GPU of 132 multiprocessors: the registers of each hold eight that use all
+# registers of a thread. Where sequences, heads and tiles are too few for so many, sequences are cut into segments of
+# time.
+WARPS = 8 * 132
 FEWEST_SEGMENTS = 3  # fewer do not make up for walking most of the sequence twice
 FEWEST_CHUNKS = 64  # of a sequence that is cut
 SHORTEST_SEGMENT = 4  # chunks
@@ -204,15 +205,15 @@ def _find_span(plan: _Plan, tokens: int, heads: int, packed: bool) -> int:
 
     Packed sequences are cut like the row that holds them, unless there are enough of them.
     """
-    kernel = "walk_and_read" if plan.reads_in_walk else "walk"
     lanes = heads * plan.tiles(plan.value_dim) * (1 if plan.reads_in_walk else plan.tiles(plan.key_dim))
-    if plan.sequences * lanes > PROGRAMS[kernel]:
+    programs = WARPS // plan.launches["walk_and_read" if plan.reads_in_walk else "walk"].warps
+    if plan.sequences * lanes > programs:
         return 0
     chunks = cdiv(tokens, plan.chunk)
     # Each walk adds up the segments before it one by one, which takes about as long as so many chunks.
     shortest = max(SHORTEST_SEGMENT, math.isqrt(chunks // 2))
     walkers = lanes * (1 if packed else plan.sequences)
-    return find_span(chunks, walkers, PROGRAMS[kernel], fewest=FEWEST_SEGMENTS, shortest=shortest, least=FEWEST_CHUNKS)
+    return find_span(chunks, walkers, programs, fewest=FEWEST_SEGMENTS, shortest=shortest, least=FEWEST_CHUNKS)
 
 
 class _Passes:
