@@ -7,9 +7,9 @@ and keys, states, their gradients), the error of a result was up to 2.4 times th
 bits it was at most 1.2 times (both emulated on a CPU). For float16 inputs it was up to 4.2 times the error of rounding
 to float16.
 
-A long sequence with few heads is cut into segments of time, which two walks read side by side. The first one finds what
-each segment adds to a state that it multiplies with a known decay, and the second one begins from the states that
-follow from this.
+A long sequence with few heads is cut into segments of time, through which programs walk side by side, twice. The first
+walk begins from zero: it finds what a segment adds to the state, and its decay. The second walk begins from the state
+that the segments before it leave.
 
 No sum depends on the order in which programs run: the result is the same in every run. The forward pass saves P and the
 states before each chunk for the backward pass, C + K V / C numbers for each token and head, where C = 64. The backward
