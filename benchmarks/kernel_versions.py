@@ -44,6 +44,7 @@ OTHERS: tuple[tuple[str, str, dict[str, int]], ...] = (
     ("linear_attention", "channel_gated", {"B": 8, "T": 2048, "H": 16, "K": 128, "V": 128}),
     ("linear_attention", "channel_gated", {"B": 8, "T": 2048, "H": 32, "K": 64, "V": 64}),
     ("linear_attention", "channel_gated", {"B": 1, "T": 16384, "H": 4, "K": 128, "V": 256}),
+    ("linear_attention", "head_gated", {"B": 1, "T": 49152, "H": 8, "K": 128, "V": 128}),
     ("linear_attention", "channel_gated", {"B": 128, "T": 197, "H": 6, "K": 64, "V": 64}),
     ("linear_attention", "extreme_channel_decay", {"B": 8, "T": 2048, "H": 16, "K": 128, "V": 128}),
     ("linear_attention", "extreme_value_decay", {"B": 8, "T": 2048, "H": 32, "K": 64, "V": 64}),

@@ -98,6 +98,11 @@ CASES: dict[str, tuple[Case, ...]] = {
         Case("channel_gated", 130, has_gradient=False, kind="channel"),
         Case("plain", 130).packed(),
         *(Case(f"{kind}_gated", 130, kind=kind).packed() for kind in ("head", "channel", "value")),
+        # Cut into segments of time, which begin from a state or not.
+        *(stateless("plain", 4100), Case("plain", 4100).packed()),
+        *(stateless(f"{kind}_gated", 4100, kind=kind) for kind in ("head", "channel", "value")),
+        *(Case(f"{kind}_gated", 4100, kind=kind).packed() for kind in ("head", "channel", "value")),
+        Case("channel_gated", 4100, has_gradient=False, kind="channel"),
     ),
     "longhorn_pair": (
         *(Case("plain", 70), Case("plain", 80, channels=128)),
@@ -130,6 +135,7 @@ CASES: dict[str, tuple[Case, ...]] = {
         Case("plain", 130, has_gradient=False),
         Case("write", 130, has_gradient=False, kind="write"),
         *(Case(variant, 130, kind=kind).packed() for variant, kind in (("plain", ""), ("write", "write"))),
+        *(Case("plain", 4100), Case("plain", 4100).packed()),
     ),
     "variational_linear_attention": (
         *(Case("plain", tokens) for tokens in (130, 600)),

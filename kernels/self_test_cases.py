@@ -82,7 +82,9 @@ def _linear_attention() -> tuple[Case, ...]:
     plain = [stateless(f"{kind}_gated" if kind else "plain", 130, kind=kind) for kind in kinds]
     # Strong decays have kernels of their own.
     strong = [stateless(f"extreme_{kind}_decay", 130, kind=kind) for kind in kinds[2:]]
-    return *plain, *strong, *(case.without_gradient() for case in plain)
+    # Cut into segments of time.
+    cut = [case._replace(tokens=4100) for case in plain]
+    return *plain, *strong, *cut, *(case.without_gradient() for case in plain)
 
 
 def _scan() -> tuple[Case, ...]:
@@ -168,7 +170,7 @@ TRIALS: dict[str, Trial] = {
     "slot_attention": Trial(
         {"K": 64, "V": 64, "M": 64},
         (
-            *(stateless("plain", 130), stateless("write", 130, kind="write")),
+            *(stateless("plain", 130), stateless("write", 130, kind="write"), stateless("plain", 4100)),
             *(stateless("plain", 130).without_gradient(), stateless("write", 130, kind="write").without_gradient()),
         ),
         mixed=("g",),

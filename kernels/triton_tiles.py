@@ -17,6 +17,8 @@ MINUS_LOG2_E = tl.constexpr(-1.4426950408889634)
 # Values of REVERSE: 0 reads each sequence from its start, 1 from its end. SECOND_HALF reads the first half of the batch
 # from the start and the second half from the end.
 SECOND_HALF = tl.constexpr(2)
+# Borders of packed sequences that are compared at a time.
+BORDERS = tl.constexpr(128)
 
 
 @triton.jit
@@ -65,6 +67,33 @@ def sequence(n, T, cu_seqlens, PACKED: tl.constexpr, CHUNK: tl.constexpr):
         end = tl.minimum(tl.maximum(tl.load(cu_seqlens + n + 1).to(tl.int64), start), T)
         return n * 0, start, end, start // CHUNK + n
     return n, n * 0, n * 0 + T, n * tl.cdiv(T, CHUNK)
+
+
+@triton.jit
+def find_segment(segment, T, cu_seqlens, sequences, span, PACKED: tl.constexpr, CHUNK: tl.constexpr):
+    """A segment's sequence, its number in the sequence and that of the last segment, and its first and end chunk.
+
+    Segments of `span` chunks are numbered over the whole batch as chunks are by slots. A segment of packed sequences
+    can be without chunks: then its number is greater than the last one's.
+    """
+    length = span * CHUNK
+    n = segment // tl.cdiv(T, length)
+    if PACKED:
+        n = segment * 0 - 1
+        for first in range(0, sequences, BORDERS):
+            i = first + tl.arange(0, BORDERS)
+            border = tl.load(cu_seqlens + i, mask=i < sequences, other=0).to(tl.int64)
+            begins = tl.minimum(tl.maximum(border, 0), T) // length + i
+            n += tl.sum(tl.where((i < sequences) & (begins <= segment), 1, 0), 0)
+        n = tl.maximum(n, 0)
+    _, start, end, _ = sequence(n, T, cu_seqlens, PACKED, CHUNK)
+    number = segment - n * tl.cdiv(T, length)
+    if PACKED:
+        number = tl.maximum(segment - start // length - n, 0)
+    chunks = tl.cdiv((end - start).to(tl.int32), CHUNK)
+    number, last = number.to(tl.int32), tl.maximum(tl.cdiv(chunks, span) - 1, 0)
+    first = tl.minimum(number * span, chunks)
+    return n, number, last, first, tl.minimum(first + span, chunks)
 
 
 @triton.jit

@@ -31,6 +31,7 @@ from longseq.kernels.triton_tiles import (
     MILD,
     SIZES_AND_STRIDES,
     direction,
+    find_segment,
     load_block,
     load_numbers,
     load_tokens,
@@ -53,8 +54,6 @@ from longseq.kernels.triton_units import (
     two_to,
 )
 
-# Borders of packed sequences that are compared at a time.
-BORDERS = tl.constexpr(128)
 # Which rows a walk makes itself from what the call gave: queries, or write keys as well.
 QUERIES = tl.constexpr(1)
 BOTH = tl.constexpr(2)
@@ -113,33 +112,6 @@ def count_held(key_dim: int, value_dim: int) -> int:
     """The numbers of a state [key_dim, value_dim] as `store_held` stores it."""
     rows, columns = ROWS_HELD.value, COLUMNS_HELD.value
     return -(-value_dim // rows) * rows * -(-key_dim // columns) * columns
-
-
-@triton.jit
-def find_segment(segment, T, cu_seqlens, sequences, span, PACKED: tl.constexpr, CHUNK: tl.constexpr):
-    """A segment's sequence, its number in the sequence and that of the last segment, and its first and end chunk.
-
-    Segments of `span` chunks are numbered over the whole batch as chunks are by slots. A segment of packed sequences
-    can be without chunks: then its number is greater than the last one's.
-    """
-    length = span * CHUNK
-    n = segment // tl.cdiv(T, length)
-    if PACKED:
-        n = segment * 0 - 1
-        for first in range(0, sequences, BORDERS):
-            i = first + tl.arange(0, BORDERS)
-            border = tl.load(cu_seqlens + i, mask=i < sequences, other=0).to(tl.int64)
-            begins = tl.minimum(tl.maximum(border, 0), T) // length + i
-            n += tl.sum(tl.where((i < sequences) & (begins <= segment), 1, 0), 0)
-        n = tl.maximum(n, 0)
-    _, start, end, _ = sequence(n, T, cu_seqlens, PACKED, CHUNK)
-    number = segment - n * tl.cdiv(T, length)
-    if PACKED:
-        number = tl.maximum(segment - start // length - n, 0)
-    chunks = tl.cdiv((end - start).to(tl.int32), CHUNK)
-    number, last = number.to(tl.int32), tl.maximum(tl.cdiv(chunks, span) - 1, 0)
-    first = tl.minimum(number * span, chunks)
-    return n, number, last, first, tl.minimum(first + span, chunks)
 
 
 @triton.jit

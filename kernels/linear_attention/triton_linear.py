@@ -7,12 +7,17 @@ and keys, states, their gradients), the error of a result was up to 2.4 times th
 bits it was at most 1.2 times (both emulated on a CPU). For float16 inputs it was up to 4.2 times the error of rounding
 to float16.
 
+A long sequence with few heads is cut into segments of time, through which programs walk side by side, twice. The first
+walk begins from zero: it finds what a segment adds to the state, and its decay. The second walk begins from the state
+that the segments before it leave.
+
 No sum depends on the order in which programs run: the result is the same in every run. The forward pass saves P and the
 states before each chunk for the backward pass, C + K V / C numbers for each token and head, where C = 64. The backward
 pass computes decays, decayed queries and decayed keys again. If no backward pass follows, half precision inputs have a
 gate per key channel, and K is at most WHOLE, the states stay in registers.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -31,6 +36,7 @@ from longseq.kernels.linear_attention.triton_passes import (
     walk_and_read,
 )
 from longseq.kernels.reading import Reverse, number_of
+from longseq.kernels.segments import find_span
 from longseq.kernels.triton_launch import (
     ROW,
     TRITON_DTYPES,
@@ -86,6 +92,13 @@ CHUNKS = {2: 64, 4: 32}  # tokens of a chunk, by the bytes of the products' type
 # Decays over a chunk are mild above e^-LIMIT. For e^-64, float32 holds the sums over the chunk; for e^-8, the rounding
 # errors of the exponents are small.
 LIMITS = {2: 64.0, 4: 8.0}
+# Warps of a walk that run side by side on a GPU of 132 multiprocessors: the registers of each hold eight that use all
+# registers of a thread. Where sequences, heads and tiles are too few for so many, sequences are cut into segments of
+# time.
+WARPS = 8 * 132
+FEWEST_SEGMENTS = 3  # fewer do not make up for walking most of the sequence twice
+FEWEST_CHUNKS = 64  # of a sequence that is cut
+SHORTEST_SEGMENT = 4  # chunks
 
 
 class _Plan(NamedTuple):
@@ -180,6 +193,29 @@ class _Scores(NamedTuple):
     units: Tensor
 
 
+class _Segments(NamedTuple):
+    """What segments of time make of a state, by segment and head; None where sequences are not cut."""
+
+    ends: Tensor | None  # the state after a segment that begins from zero, in float32
+    decays: Tensor | None  # the decay over a segment: a number, or one for each channel of the gate
+
+
+def _find_span(plan: _Plan, tokens: int, heads: int, packed: bool) -> int:
+    """The number of chunks in a segment of time; 0 if sequences are not cut.
+
+    Packed sequences are cut like the row that holds them, unless there are enough of them.
+    """
+    lanes = heads * plan.tiles(plan.value_dim) * (1 if plan.reads_in_walk else plan.tiles(plan.key_dim))
+    programs = WARPS // plan.launches["walk_and_read" if plan.reads_in_walk else "walk"].warps
+    if plan.sequences * lanes > programs:
+        return 0
+    chunks = cdiv(tokens, plan.chunk)
+    # Each walk adds up the segments before it one by one, which takes about as long as so many chunks.
+    shortest = max(SHORTEST_SEGMENT, math.isqrt(chunks // 2))
+    walkers = lanes * (1 if packed else plan.sequences)
+    return find_span(chunks, walkers, programs, fewest=FEWEST_SEGMENTS, shortest=shortest, least=FEWEST_CHUNKS)
+
+
 class _Passes:
     """The launches of one call, forward or backward."""
 
@@ -191,6 +227,11 @@ class _Passes:
         self.layout = {"PACKED": cu_seqlens is not None, "REVERSE": reverse, "SCALED": plan.scaled, "CHUNK": plan.chunk}
         self.constants = {**self.layout, "PRECISION": "tf32" if plan.scaled else "tf32x3"}
         self.levels = {"LEVELS": plan.chunk.bit_length() - 1}
+        self.span = _find_span(plan, tokens, heads, cu_seqlens is not None)
+        self.walks = plan.sequences
+        if self.span:
+            batch = plan.sequences if cu_seqlens is None else 1
+            self.walks = count_slots(batch, tokens, self.span * plan.chunk, cu_seqlens)
 
     def decay(self, x: Tensor | None, y: Tensor, g: Tensor, scores: "_Scores | None" = None) -> _Decayed:
         """Decay x and y by g; without x, `reads` is left empty. With `scores`, tril(X Yᵀ) is stored there, decayed."""
@@ -250,14 +291,54 @@ class _Passes:
 
         With a gate per channel, `whole` is given, and a or b is decayed.
         """
-        plan = self.plan
+        segments = self.summarize(a, b, g, whole, last, backward=backward)
+        self._walk((a, b, g, whole), first, segments, states, last, transposed=transposed, backward=backward)
+
+    def summarize(
+        self,
+        a: Tensor | _Tiles,
+        b: Tensor | _Tiles,
+        g: Tensor | None,
+        whole: Tensor | None,
+        like: Tensor,
+        *,
+        backward: bool = False,
+    ) -> _Segments:
+        """What the segments of time make of a state, if there are any; arguments as of `walk`."""
+        if not self.span:
+            return _Segments(None, None)
+        key_dim, value_dim = self.plan.key_dim, self.plan.value_dim
+        width = {"none": 0, "head": 1, "key": key_dim, "value": value_dim}[self.plan.gate]
+        segments = _Segments(
+            like.new_empty((self.walks, self.heads, key_dim, value_dim)),
+            like.new_empty((self.walks, self.heads, width)),
+        )
+        unwritten = _States(like, like)
+        self._walk((a, b, g, whole), None, segments, unwritten, like, backward=backward, summary=True)
+        return segments
+
+    def _walk(
+        self,
+        inputs: tuple[Tensor | _Tiles, Tensor | _Tiles, Tensor | None, Tensor | None],
+        first: Tensor | None,
+        segments: _Segments,
+        states: _States,
+        last: Tensor,
+        *,
+        transposed: bool = False,
+        backward: bool,
+        summary: bool = False,
+    ) -> None:
+        plan, (a, b, g, whole) = self.plan, inputs
         row, column = (1, plan.key_dim) if transposed else (plan.value_dim, 1)
         find_launch(
-            walk, last.device, plan.sequences * self.heads * plan.tiles(plan.key_dim) * plan.tiles(plan.value_dim),
-            (self.scale if backward else 1.0, self.tokens, self.heads, *_strides(a), *_strides(b), *strides(g)),
-            K=plan.key_dim, V=plan.value_dim, GATE=plan.gate, BACKWARD=backward, HAS_FIRST=first is not None, ROW=row,
-            COLUMN=column, TILE_K=plan.tile, TILE_V=plan.tile, **self.constants, **plan.options("walk"),
-        )(*_with_units(a), *_with_units(b), g, whole, self.cu_seqlens, first, *states, last)  # fmt: skip
+            walk, last.device, self.walks * self.heads * plan.tiles(plan.key_dim) * plan.tiles(plan.value_dim),
+            (self.scale if backward else 1.0, plan.sequences, self.span, self.tokens, self.heads,
+             *_strides(a), *_strides(b), *strides(g)),
+            K=plan.key_dim, V=plan.value_dim, GATE=plan.gate, BACKWARD=backward, HAS_FIRST=first is not None,
+            SEGMENTED=self.span > 0, SUMMARY=summary, ROW=row, COLUMN=column, TILE_K=plan.tile, TILE_V=plan.tile,
+            **self.constants, **plan.options("walk"),
+        )(*_with_units(a), *_with_units(b), g, whole, self.cu_seqlens, first, *segments, *states, last)  # fmt: skip
 
     def walk_and_read(
         self,
@@ -265,6 +346,7 @@ class _Passes:
         v: Tensor | _Tiles,
         scores: _Scores,
         first: Tensor | None,
+        segments: _Segments,
         states: _States,
         last: Tensor,
         output: Tensor,
@@ -278,13 +360,15 @@ class _Passes:
         x, y = (decayed.writes, decayed.reads) if backward else (decayed.reads, decayed.writes)
         row, column = (1, plan.key_dim) if transposed else (plan.value_dim, 1)
         find_launch(
-            walk_and_read, last.device, plan.sequences * self.heads * plan.tiles(plan.value_dim),
-            (self.scale, self.tokens, self.heads, *_strides(v)),
+            walk_and_read, last.device, self.walks * self.heads * plan.tiles(plan.value_dim),
+            (self.scale, plan.sequences, self.span, self.tokens, self.heads, *_strides(v)),
             K=plan.key_dim, V=plan.value_dim, TILED=isinstance(v, _Tiles), BACKWARD=backward,
-            HAS_FIRST=first is not None, SAVE=save, ROW=row, COLUMN=column,
+            HAS_FIRST=first is not None, SEGMENTED=self.span > 0, SAVE=save, ROW=row, COLUMN=column,
             BLOCK_K=block_width(plan.key_dim, plan.tile), TILE=plan.tile, **self.constants,
             **plan.options("walk_and_read"),
-        )(*x, *y, *_with_units(v), decayed.whole, self.cu_seqlens, *scores, first, *states, last, output)  # fmt: skip
+        )(
+            *x, *y, *_with_units(v), decayed.whole, self.cu_seqlens, *scores, first, *segments, *states, last, output
+        )  # fmt: skip
 
     def read(
         self,
@@ -439,8 +523,9 @@ def linear_attention(
         scores = _allocate_scores(plan, q)
         keys = passes.decay(q, k, g, scores)
         if plan.reads_in_walk:
+            segments = passes.summarize(keys.writes, v, g, keys.whole, final)
             passes.walk_and_read(
-                *(keys, v, scores, initial_state, states, final, output), save=save, transposed=transposed
+                *(keys, v, scores, initial_state, segments, states, final, output), save=save, transposed=transposed
             )
         else:
             passes.walk(keys.writes, v, g, keys.whole, initial_state, states, final, transposed=transposed)
@@ -526,7 +611,8 @@ def linear_attention_backward(
             if wanted[2]:
                 passes.read(k, d_output, g, scores, d_states, d_v, transposed=True)
         elif plan.reads_in_walk:
-            passes.walk_and_read(keys, sides[0], scores, d_final, d_states, d_initial, d_v, save=True, **ends)
+            segments = passes.summarize(keys.reads, d_output, g, keys.whole, d_initial, backward=True)
+            passes.walk_and_read(keys, sides[0], scores, d_final, segments, d_states, d_initial, d_v, save=True, **ends)
         else:
             passes.walk(keys.reads, d_output, g, keys.whole, d_final, d_states, d_initial, **ends)
             if wanted[2]:

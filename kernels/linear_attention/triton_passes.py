@@ -2,7 +2,8 @@
 
     decay_channels  e^b X, e^{b_C - b} Y and e^{b_C} for a gate per channel, and tril(X Yᵀ) if the gate decays it
     score           tril(X Yᵀ): P or its gradient; also copies of X and Y as tiles
-    walk            a loop over chunks: the states before each, or in reverse order, their gradients
+    walk            a loop over chunks: the states before each, or in reverse order, their gradients; in segments of
+                    time first only what each segment adds to the state, and its decay
     read            (e^b Q) S + P V: the outputs, and gradients of tensors whose columns have no gate
     walk_and_read   both in one kernel, for a gate per key channel where one program holds all key channels
     differentiate   `read` where its columns have the gate, with its transpose and the gate's gradient
@@ -44,6 +45,7 @@ from longseq.kernels.triton_tiles import (
     decay_until,
     direction,
     find_decays,
+    find_segment,
     load_block,
     load_numbers,
     load_tokens,
@@ -68,7 +70,7 @@ from longseq.kernels.triton_units import (
 )
 
 # Arguments that Triton must not specialise on, because no kernel gets faster by it: fewer kernels to compile.
-SIZES = ["T", "H", "tokens"]
+SIZES = ["T", "H", "tokens", "sequences", "span"]
 
 
 @triton.jit
@@ -278,18 +280,81 @@ def score_by_level(
     _store_scores(scores, score_units, sums, 1.0, place, SCALED, CHUNK)
 
 
+@triton.jit
+def _find_walk(
+    walk, T, cu_seqlens, sequences, span,
+    PACKED: tl.constexpr, BACKWARD: tl.constexpr, SEGMENTED: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Sequence and chunks of a walk: the sequence's number and `sequence`, and the first and end chunk.
+
+    SEGMENTED walks are numbered by segments of time. The last two results are the numbers of segments of the sequence
+    that the walk has before and after it. One of them is negative for a segment without chunks.
+    """
+    n, number, last, begin, stop = walk, 0, 0, 0, 0
+    if SEGMENTED:
+        n, number, last, begin, stop = find_segment(walk, T, cu_seqlens, sequences, span, PACKED, CHUNK)
+    row, start, end, slot = sequence(n, T, cu_seqlens, PACKED, CHUNK)
+    if not SEGMENTED:
+        stop = tl.cdiv((end - start).to(tl.int32), CHUNK)
+        begin = stop * 0
+    before, after = number, last - number
+    if BACKWARD:
+        before, after = last - number, number
+    return n, row, start, end, slot, begin, stop, before, after
+
+
+@triton.jit
+def _decay_state(
+    state, decays, place, row, column,
+    K: tl.constexpr, V: tl.constexpr, GATE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """A tile of a state, times its decay at `place`: one number, one for each row or one for each column."""
+    if GATE == "head":
+        state *= tl.load(decays + place)
+    if GATE == "key":
+        e = row + tl.arange(0, ROWS)
+        state *= tl.load(decays + place * K + e, mask=e < K, other=0.0)[:, None]
+    if GATE == "value":
+        e = column + tl.arange(0, COLUMNS)
+        state *= tl.load(decays + place * V + e, mask=e < V, other=0.0)[None, :]
+    return state
+
+
+@triton.jit
+def _load_start(
+    first, ends, decays, n, walk, before, head, row, column, H,
+    K: tl.constexpr, V: tl.constexpr, GATE: tl.constexpr, BACKWARD: tl.constexpr, HAS_FIRST: tl.constexpr,
+    SEGMENTED: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """A tile of the state from which a walk begins: what the segments before it make of the sequence's first state."""
+    state = tl.zeros((ROWS, COLUMNS), tl.float32)
+    if HAS_FIRST:
+        own = first + (n * H + head) * K * V
+        state = load_matrix(own, row, column, K, V, ROW, COLUMN, ROWS, COLUMNS).to(tl.float32)
+    if SEGMENTED:
+        for j in range(0, before):
+            segment = walk + before - j if BACKWARD else walk - before + j
+            place = segment * H + head
+            end = load_matrix(ends + place * K * V, row, column, K, V, V, 1, ROWS, COLUMNS)
+            state = _decay_state(state, decays, place, row, column, K, V, GATE, ROWS, COLUMNS) + end
+    return state
+
+
 @triton.jit(do_not_specialize=SIZES)
 def walk(
-    a, a_units, b, b_units, g, whole, cu_seqlens, first, states, state_units, last,
-    scale, T, H, a_row, a_token, a_head, b_row, b_token, b_head, g_row, g_token, g_head,
+    a, a_units, b, b_units, g, whole, cu_seqlens, first, ends, decays, states, state_units, last,
+    scale, sequences, span, T, H, a_row, a_token, a_head, b_row, b_token, b_head, g_row, g_token, g_head,
     K: tl.constexpr, V: tl.constexpr, GATE: tl.constexpr, BACKWARD: tl.constexpr, HAS_FIRST: tl.constexpr,
-    ROW: tl.constexpr, COLUMN: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, SCALED: tl.constexpr,
-    PRECISION: tl.constexpr, CHUNK: tl.constexpr, TILE_K: tl.constexpr, TILE_V: tl.constexpr,
+    SEGMENTED: tl.constexpr, SUMMARY: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr, PACKED: tl.constexpr,
+    REVERSE: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, TILE_K: tl.constexpr,
+    TILE_V: tl.constexpr,
 ):  # fmt: skip
     """One tile of the states of one head of one sequence, S <- e^{b_C} S + scale Aᵀ B, before each chunk and at the
     end.
 
-    BACKWARD runs from the last chunk to the first. `first` and `last` have the strides ROW and COLUMN.
+    BACKWARD runs from the last chunk to the first. `first` and `last` have the strides ROW and COLUMN. SEGMENTED walks
+    through one segment of time. SUMMARY walks through it from zero, and stores only the state after it in `ends` and
+    the decay over it in `decays`.
     """
     tiles_k: tl.constexpr = (K + TILE_K - 1) // TILE_K
     tiles_v: tl.constexpr = (V + TILE_V - 1) // TILE_V
@@ -299,8 +364,13 @@ def walk(
     row_of_tile = tile_k * TILE_K
     column = tile_v * TILE_V
     head = (tl.program_id(0) // (tiles_k * tiles_v) % H).to(tl.int64)
-    n = (tl.program_id(0) // (tiles_k * tiles_v) // H).to(tl.int64)
-    row, start, end, slot = sequence(n, T, cu_seqlens, PACKED, CHUNK)
+    walk = (tl.program_id(0) // (tiles_k * tiles_v) // H).to(tl.int64)
+    n, row, start, end, slot, begin, stop, before, after = _find_walk(
+        walk, T, cu_seqlens, sequences, span, PACKED, BACKWARD, SEGMENTED, CHUNK
+    )
+    if SEGMENTED:
+        if (before < 0) | (after < (1 if SUMMARY else 0)):
+            return
     NEXT = direction(REVERSE)
     if GATE != "key":
         a += row * a_row + head * a_head
@@ -309,15 +379,15 @@ def walk(
     if GATE == "head":
         g += row * g_row + head * g_head
 
-    state = tl.zeros((TILE_K, TILE_V), tl.float32)
-    if HAS_FIRST:
-        own = first + (n * H + head) * K * V
-        state = load_matrix(own, row_of_tile, column, K, V, ROW, COLUMN, TILE_K, TILE_V).to(tl.float32)
-    chunks = tl.cdiv((end - start).to(tl.int32), CHUNK)
-    for m in range(0, chunks):
+    state = _load_start(
+        first, ends, decays, n, walk, before, head, row_of_tile, column, H,
+        K, V, GATE, BACKWARD, HAS_FIRST, SEGMENTED and not SUMMARY, ROW, COLUMN, TILE_K, TILE_V,
+    )  # fmt: skip
+    total = tl.full((TILE_K if GATE == "key" else 1, TILE_V if GATE == "value" else 1), 1.0, tl.float32)
+    for m in range(begin, stop):
         index = m
         if BACKWARD:
-            index = chunks - 1 - m
+            index = begin + stop - 1 - m
         t = token_after(index * CHUNK, start, end, REVERSE)
         live = end - start - index * CHUNK
         place = (slot + index) * H + head
@@ -338,31 +408,47 @@ def walk(
         else:
             y, y_unit = load_scaled(b + t * b_token, b_token * NEXT, live, column, V, SCALED, CHUNK, TILE_V)
 
-        before, unit = in_units(state, SCALED)
-        store_block(states + place * K * V, row_of_tile, column, before, K, V, TILE_K, TILE_V)
-        store_unit(state_units, place * (tiles_k * tiles_v) + tile, unit, SCALED)
+        if not SUMMARY:
+            kept, unit = in_units(state, SCALED)
+            store_block(states + place * K * V, row_of_tile, column, kept, K, V, TILE_K, TILE_V)
+            store_unit(state_units, place * (tiles_k * tiles_v) + tile, unit, SCALED)
         update = tl.dot(tl.trans(x), y, input_precision=PRECISION)
         if GATE == "head":
-            state *= tl.exp(tl.sum(load_numbers(g + t * g_token, g_token * NEXT, live, CHUNK), 0))
-        if GATE == "key":
-            e = row_of_tile + tl.arange(0, TILE_K)
-            state *= tl.load(whole + place * K + e, mask=e < K, other=0.0)[:, None]
-        if GATE == "value":
-            e = column + tl.arange(0, TILE_V)
-            state *= tl.load(whole + place * V + e, mask=e < V, other=0.0)[None, :]
+            decay = tl.exp(tl.sum(load_numbers(g + t * g_token, g_token * NEXT, live, CHUNK), 0))
+            state *= decay
+            if SUMMARY:
+                total *= decay
+        else:
+            state = _decay_state(state, whole, place, row_of_tile, column, K, V, GATE, TILE_K, TILE_V)
+            if SUMMARY:
+                total = _decay_state(total, whole, place, row_of_tile, column, K, V, GATE, TILE_K, TILE_V)
         state += update * (x_unit * y_unit * scale)
-    store_matrix(last + (n * H + head) * K * V, row_of_tile, column, state, K, V, ROW, COLUMN, TILE_K, TILE_V)
+    if SUMMARY:
+        place = walk * H + head
+        store_matrix(ends + place * K * V, row_of_tile, column, state, K, V, V, 1, TILE_K, TILE_V)
+        if GATE == "key":
+            store_matrix(decays + place * K, row_of_tile, 0, total, K, 1, 1, 1, TILE_K, 1)
+        elif GATE == "value":
+            store_matrix(decays + place * V, 0, column, total, 1, V, 1, 1, 1, TILE_V)
+        elif GATE == "head":
+            store_matrix(decays + place, 0, 0, total, 1, 1, 1, 1, 1, 1)
+    else:
+        if SEGMENTED:
+            if after > 0:
+                return
+        store_matrix(last + (n * H + head) * K * V, row_of_tile, column, state, K, V, ROW, COLUMN, TILE_K, TILE_V)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def walk_and_read(
-    x, x_units, y, y_units, v, v_units, whole, cu_seqlens, scores, score_units, first, states, state_units, last,
-    output, scale, T, H, v_row, v_token, v_head,
+    x, x_units, y, y_units, v, v_units, whole, cu_seqlens, scores, score_units, first, ends, decays, states,
+    state_units, last, output, scale, sequences, span, T, H, v_row, v_token, v_head,
     K: tl.constexpr, V: tl.constexpr, TILED: tl.constexpr, BACKWARD: tl.constexpr, HAS_FIRST: tl.constexpr,
-    SAVE: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
-    SCALED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, TILE: tl.constexpr,
+    SEGMENTED: tl.constexpr, SAVE: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr, PACKED: tl.constexpr,
+    REVERSE: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
-    """The states of one head of one sequence in TILE value columns, and the outputs that they give.
+    """The states of one head of one sequence, or SEGMENTED of one segment, in TILE value columns, and their outputs.
 
         O = scale (X S + P V);   S <- e^{b_C} S + Yᵀ V     or BACKWARD     O = X S + scale Pᵀ V;   S <- ... + scale Yᵀ V
 
@@ -372,26 +458,31 @@ def walk_and_read(
     tile = tl.program_id(0) % tiles
     column = tile * TILE
     head = (tl.program_id(0) // tiles % H).to(tl.int64)
-    n = (tl.program_id(0) // tiles // H).to(tl.int64)
-    row, start, end, slot = sequence(n, T, cu_seqlens, PACKED, CHUNK)
+    walk = (tl.program_id(0) // tiles // H).to(tl.int64)
+    n, row, start, end, slot, begin, stop, before, after = _find_walk(
+        walk, T, cu_seqlens, sequences, span, PACKED, BACKWARD, SEGMENTED, CHUNK
+    )
+    if SEGMENTED:
+        if (before < 0) | (after < 0):
+            return
     NEXT = direction(REVERSE)
     if not TILED:
         v += row * v_row + head * v_head
     output += (row * T * H + head) * V
     e = tl.arange(0, BLOCK_K)
 
-    state = tl.zeros((BLOCK_K, TILE), tl.float32)
-    if HAS_FIRST:
-        state = load_matrix(first + (n * H + head) * K * V, 0, column, K, V, ROW, COLUMN, BLOCK_K, TILE).to(tl.float32)
-    chunks = tl.cdiv((end - start).to(tl.int32), CHUNK)
-    index = tl.maximum(chunks - 1, 0) if BACKWARD else chunks * 0
+    state = _load_start(
+        first, ends, decays, n, walk, before, head, 0, column, H,
+        K, V, "key", BACKWARD, HAS_FIRST, SEGMENTED, ROW, COLUMN, BLOCK_K, TILE,
+    )  # fmt: skip
+    index = tl.maximum(stop - 1, 0) if BACKWARD else begin
     t = token_after(index * CHUNK, start, end, REVERSE)
     if TILED:
         place = (slot + index) * H + head
         offered = load_block(v + place * CHUNK * V, 0, column, CHUNK, V, CHUNK, TILE)
     else:
         offered = load_tokens(v + t * v_token, v_token * NEXT, end - start - index * CHUNK, column, V, CHUNK, TILE)
-    for _ in range(0, chunks):
+    for _ in range(begin, stop):
         live = end - start - index * CHUNK
         place = (slot + index) * H + head
         xs = load_block(x + place * CHUNK * K, 0, 0, CHUNK, K, CHUNK, BLOCK_K)
@@ -403,7 +494,7 @@ def walk_and_read(
         score_unit = load_unit(score_units, place, SCALED)
         now = t
         # Loaded one step early: the compiler prefetches only operands of products.
-        index = tl.maximum(index - 1, 0) if BACKWARD else tl.minimum(index + 1, chunks - 1)
+        index = tl.maximum(index - 1, begin) if BACKWARD else tl.minimum(index + 1, stop - 1)
         t = token_after(index * CHUNK, start, end, REVERSE)
         if TILED:
             vs, v_unit = offered, load_unit(v_units, place * tiles + tile, SCALED)
@@ -414,11 +505,11 @@ def walk_and_read(
             vs, v_unit = in_units(offered.to(tl.float32), SCALED)
             offered = later
 
-        before, unit = in_units(state, SCALED)
+        kept, unit = in_units(state, SCALED)
         if SAVE:
-            store_block(states + place * K * V, 0, column, before, K, V, BLOCK_K, TILE)
+            store_block(states + place * K * V, 0, column, kept, K, V, BLOCK_K, TILE)
             store_unit(state_units, place * tiles + tile, unit, SCALED)
-        o = tl.dot(xs, before, input_precision=PRECISION) * (unit * x_unit)
+        o = tl.dot(xs, kept, input_precision=PRECISION) * (unit * x_unit)
         if BACKWARD:
             o += tl.dot(tl.trans(among), vs, input_precision=PRECISION) * (score_unit * v_unit * scale)
         else:
@@ -427,6 +518,9 @@ def walk_and_read(
         update = tl.dot(tl.trans(ys), vs, input_precision=PRECISION)
         state = state * decay[:, None] + update * (y_unit * v_unit * (scale if BACKWARD else 1.0))
         store_tokens(output + now * H * V, H * V * NEXT, live, column, o, V, CHUNK, TILE)
+    if SEGMENTED:
+        if after > 0:
+            return
     store_matrix(last + (n * H + head) * K * V, 0, column, state, K, V, ROW, COLUMN, BLOCK_K, TILE)
 
 

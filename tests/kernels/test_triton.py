@@ -567,6 +567,59 @@ def test_linear_attention_over_several_chunks(interpreted, variant, strength):
         assert error(actual[name], value) <= 2e-3, name
 
 
+@pytest.fixture
+def linear_segments(monkeypatch):
+    """Segments of time with two chunks for linear attention; records the walks of each pass."""
+    from longseq.kernels.linear_attention import triton_linear
+
+    monkeypatch.setattr(triton_linear, "_find_span", lambda *sizes: 2)
+    walks = []
+
+    class Watched(triton_linear._Passes):
+        def __init__(self, *call):
+            super().__init__(*call)
+            walks.append(self.walks)
+
+    monkeypatch.setattr(triton_linear, "_Passes", Watched)
+    return walks
+
+
+GATES = {"plain": {}, "head_gated": {"g": 0.02}, "channel_gated": {"g": 0.02}, "value_gated": {"g_value": 0.02}}
+
+
+def weaken_gates(inputs, variant):
+    """Linear attention with gates so weak that the first token still affects the last segment."""
+    return inputs.replace({name: factor * inputs.sequences[name] for name, factor in GATES[variant].items()})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", GATES)
+def test_linear_attention_in_segments_of_time(interpreted, linear_segments, variant):
+    bounds = torch.tensor([0, 3, 3, 262])  # sequences of one, no and three segments
+    shape = {"tokens": 262, "segments": 3, "sizes": {"H": 1, "K": 70, "V": 40}}
+    inputs = weaken_gates(make_inputs("linear_attention", variant, dtype=torch.bfloat16, **shape), variant)
+    options = {"backend": "triton", "cu_seqlens": bounds, "reverse": True}
+    exact = gradients(inputs.map(torch.Tensor.double), run=Inputs.run_reversed, backend="torch", cu_seqlens=bounds)
+    actual = gradients(inputs, **options)
+    for name, value in exact.items():
+        assert error(actual[name], value) <= 8e-3, name
+    assert torch.equal(inputs.run(**options)[0], actual["output"])  # keeps no states for gradients
+    assert linear_segments == [262 // 128 + 4] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", GATES)
+def test_linear_attention_in_segments_of_time_in_float32(interpreted, linear_segments, variant):
+    shape = {"tokens": 140, "sizes": {"H": 1, "K": 40}}
+    exact, inputs = (
+        weaken_gates(make_inputs("linear_attention", variant, dtype=dtype, **shape), variant)
+        for dtype in (torch.float64, torch.float32)
+    )
+    expected = gradients(exact, run=Inputs.run_both_ways, backend="reference")
+    assert_as_accurate_as_torch(inputs, expected, reverse="second_half")
+    assert linear_segments == [2 * 3] * 2
+
+
 @pytest.mark.parametrize("variant", ["extreme_head_decay", "extreme_value_decay"])
 def test_linear_attention_over_several_float32_chunks(interpreted, variant):
     inputs = make_inputs("linear_attention", variant, batch=1, tokens=70, sizes={"H": 1})
@@ -904,6 +957,10 @@ GPU_CASES = [
     ("linear_attention", "value_gated", 2, 300, heads(3, 128), {}, None),
     ("linear_attention", "value_gated", 1, 2000, heads(2, 512, 64), {}, PACKED),
     ("linear_attention", "extreme_value_decay", 1, 700, heads(2, 40, 96), {}, SHORT),
+    # In segments of time.
+    ("linear_attention", "plain", 1, 49152, heads(8, 128), {}, None),
+    ("linear_attention", "channel_gated", 1, 16384, heads(8, 256), {}, (0, 100, 12100, 12228, 16384)),
+    ("slot_attention", "plain", 1, 16384, {**heads(8, 128), "M": 64}, {}, None),
     ("slot_attention", "plain", 8, 2048, {**heads(4, 512), "M": 16}, {}, None),
     ("slot_attention", "plain", 1, 2000, {**heads(2, 512), "M": 64}, {}, PACKED),
     ("slot_attention", "write", 1, 700, {**heads(2, 96, 40), "M": 100}, {}, None),
@@ -1023,6 +1080,22 @@ def test_delta_rule_in_segments_of_time_on_the_gpu(monkeypatch, bounds, variant,
         monkeypatch.setattr(triton_delta, "KEPT_ROWS", 0)
         weighed = gradients(inputs, backend="triton", **options)
         assert all(torch.equal(weighed[name], value) for name, value in kept.items())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("variant", GATES)
+@pytest.mark.parametrize("bounds", [None, (0, 3, 3, 3000, 3001, 4200)], ids=["one_sequence", "packed"])
+def test_linear_attention_in_segments_of_time_on_the_gpu(monkeypatch, bounds, variant, width, dtype):
+    from longseq.kernels.linear_attention import triton_linear
+
+    monkeypatch.setattr(triton_linear, "_find_span", lambda *sizes: 7)
+    shape = {"batch": 1, "tokens": 4200, "sizes": heads(2, width), "segments": bounds and len(bounds) - 1}
+    inputs = weaken_gates(make_on_the_gpu("linear_attention", variant, dtype, **shape), variant)
+    options = {} if bounds is None else {"cu_seqlens": torch.tensor(bounds, device="cuda")}
+    for reverse in (False, True):
+        assert_accurate_on_the_gpu(inputs, dtype, reverse=reverse, **options)
 
 
 @pytest.mark.gpu
