@@ -23,6 +23,15 @@ def load(module: str) -> Any:
         return importlib.import_module(module)
 
 
+class Wide:
+    """torch whose float32 is float64, for modules that compute in float32 whatever their inputs are."""
+
+    float32 = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
 class Fla:
     """fla with torch references in place of its kernels."""
 
@@ -169,12 +178,6 @@ class Fla:
 
     def recur_mamba3(self) -> None:
         """Mamba-3 with a recurrence for the kernel of mamba_ssm; float64 stands for float32 in the layer."""
-
-        class Wide:
-            float32 = torch.float64
-
-            def __getattr__(self, name: str) -> Any:
-                return getattr(torch, name)
 
         layers, norms = load("fla.layers.mamba3"), load("fla.modules.norm.layernorm")
         self.patch.setattr(layers, "torch", Wide())
