@@ -24,12 +24,18 @@ def load(module: str) -> Any:
 
 
 class Wide:
-    """torch whose float32 is float64, for modules that compute in float32 whatever their inputs are."""
+    """torch whose float32 is float64."""
 
-    float32 = torch.float64
+    float32 = float = torch.float64
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
+
+
+def in_float64(patch: pytest.MonkeyPatch, module: Any) -> None:
+    """Let a module that computes in float32 whatever its inputs are compute in float64."""
+    patch.setattr(module, "torch", Wide())
+    patch.setattr(torch.Tensor, "float", torch.Tensor.double)
 
 
 class Fla:

@@ -6,8 +6,7 @@ import inspect
 from typing import Any
 
 import pytest
-import torch
-from fla_reference import Wide, load
+from fla_reference import in_float64, load
 
 
 def transformers_module(patch: pytest.MonkeyPatch, family: str, *, double: bool = False) -> Any:
@@ -18,6 +17,5 @@ def transformers_module(patch: pytest.MonkeyPatch, family: str, *, double: bool 
         if function.__module__ == module.__name__ and hasattr(function, "__wrapped__"):
             patch.setattr(module, function.__name__, inspect.unwrap(function))
     if double:
-        patch.setattr(module, "torch", Wide())
-        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        in_float64(patch, module)
     return module
