@@ -37,6 +37,7 @@ class KDA(DeltaMixer):
         num_heads, head_dim: of the keys; give at most one; by default heads of 128 channels (64, ... where 128 does not
             divide).
         num_value_heads: heads of values and of their gates, a multiple of num_heads; by default num_heads.
+        expand_k: width of all keys relative to `d_model` (16/9 in Kimi Linear 48B).
         expand_v: channels of a head's values relative to those of its keys.
         gate_bound: the lowest log decay, −5 in Kimi K3; None: the gate of Kimi Linear.
         output_gate: low_rank, as above; full: sigmoid(W_g x), as in Kimi K3.
@@ -57,6 +58,7 @@ class KDA(DeltaMixer):
         num_heads: int | None = None,
         head_dim: int | None = None,
         num_value_heads: int | None = None,
+        expand_k: float = 1.0,
         expand_v: float = 1.0,
         convolution_width: int = 4,
         gate_bound: float | None = None,
@@ -68,7 +70,8 @@ class KDA(DeltaMixer):
         backend: str = "auto",
     ) -> None:
         super().__init__(d_model, feature_map="silu", key_norm="l2", backend=backend)
-        self.num_heads, self.head_dim = choose_heads(d_model, num_heads, head_dim, preferred=128)
+        self.key_width = round(expand_k * d_model)
+        self.num_heads, self.head_dim = choose_heads(self.key_width, num_heads, head_dim, preferred=128)
         self.key_dim = self.head_dim
         self.num_value_heads = self.num_heads if num_value_heads is None else num_value_heads
         self.value_dim = round(expand_v * self.key_dim)
@@ -78,7 +81,7 @@ class KDA(DeltaMixer):
         self.dt_min = dt_min
         self.dt_max = dt_max
         keys, values = self.num_value_heads * self.key_dim, self.num_value_heads * self.value_dim
-        self.mixed_width = 2 * d_model + values
+        self.mixed_width = 2 * self.key_width + values
         self.widths = [
             *self._strength_widths(),
             self.value_dim,

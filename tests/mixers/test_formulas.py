@@ -154,12 +154,12 @@ def gdn2(p: Weights, x: Tensor, o: Options) -> Tensor:
 
 def channel_gated_delta_rule(p: Weights, x: Tensor, o: Options, strengths: int) -> Tensor:
     H = o.get("num_heads", 1)
-    K, most = D_MODEL // H, 2 if o.get("negative_eigenvalues") else 1
-    V = int(o.get("expand_v", 1) * K)
+    keys, most = int(o.get("expand_k", 1) * D_MODEL), 2 if o.get("negative_eigenvalues") else 1
+    K, V = keys // H, int(o.get("expand_v", 1) * keys // H)
     widths = [H] if strengths == 1 else [H * K, H * V]
     full = o.get("output_gate") == "full"
-    mixed, *logits, low, gate = cut(project(p, "in_proj", x), 2 * D_MODEL + H * V, *widths, V, H * V if full else V)
-    q, k, v = delta_features(p, mixed, H, D_MODEL, o)
+    mixed, *logits, low, gate = cut(project(p, "in_proj", x), 2 * keys + H * V, *widths, V, H * V if full else V)
+    q, k, v = delta_features(p, mixed, H, keys, o)
     erase, write = (most * sigmoid(logits[0]), sigmoid(logits[-1]) * (most if strengths == 1 else 1))
     erase, write = erase.view(TOKENS, H, -1), write.view(TOKENS, H, -1)
     z, slope = (project(p, "decay_proj", low) + p["dt_bias"]).view(TOKENS, H, K), p["A_log"].exp().unsqueeze(-1)
@@ -547,7 +547,7 @@ CASES: dict[Layer, list[Options]] = {
           {"norm_eps": 1.0}, {"feature_map": "relu", "output_gate": False}],
     gsa: [{}, *SLOTS, {"num_slots": 3, "data_dependent_gate": False}, {"num_slots": 3, "gate_temperature": 2.0}],
     hgrn2: [{}, {"num_heads": 2, "lower_bound": 0.3}, {"norm_eps": 1.0}],
-    kda: [{}, {"num_heads": 2, "expand_v": 2.0}, {"gate_bound": -5.0, "output_gate": "full"},
+    kda: [{}, {"num_heads": 2, "expand_k": 0.5, "expand_v": 2.0}, {"gate_bound": -5.0, "output_gate": "full"},
           {"negative_eigenvalues": True, "convolution_width": 0}],
     lattice: [{}, {"num_heads": 2, "num_slots": 3}, {"objective": "encode"}, {"objective": "similarity"},
               {"forget_gate": False}, {"normalize": False}, {"normalize": False, "objective": "encode"},

@@ -7,7 +7,6 @@ recurrences, norms and shifts are fla's own torch references; the others have no
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import torch
 from fla_reference import Fla, heads_first, load
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers_reference import transformers_module
 
 from longseq import mixers
 from longseq.blocks.channel_mixing import ChannelMixing
@@ -54,15 +54,11 @@ def oracle(make: Callable[[pytest.MonkeyPatch], Oracle]) -> Callable[[pytest.Mon
 
 
 def transformers_layer(
-    patch: pytest.MonkeyPatch, family: str, layer: str, **options: Any
+    patch: pytest.MonkeyPatch, family: str, layer: str, *, double: bool = False, **options: Any
 ) -> tuple[ModuleType, Any, nn.Module]:
     """The module of a family of models, its configuration and one of its layers, which runs in torch alone."""
     name = "".join(part.capitalize() for part in family.split("_"))
-    module = load(f"transformers.models.{family}.modeling_{family}")
-    for function in [value for value in vars(module).values() if inspect.isfunction(value)]:
-        # If other packages have a kernel for the function, transformers' own form is wrapped in a choice between them.
-        if function.__module__ == module.__name__ and hasattr(function, "__wrapped__"):
-            patch.setattr(module, function.__name__, inspect.unwrap(function))
+    module = transformers_module(patch, family, double=double)
     config = getattr(load("transformers"), f"{name}Config")(hidden_size=D_MODEL, **options)
     return module, config, getattr(module, name + layer)(config, layer_idx=0)
 
@@ -224,9 +220,9 @@ def rwkv(monkeypatch: pytest.MonkeyPatch) -> Oracle:
 def qwen_layer(monkeypatch: pytest.MonkeyPatch, value_heads: int) -> Oracle:
     """Gated DeltaNet, whose projections are sorted by heads of keys here."""
     _, _, peer = transformers_layer(
-        monkeypatch, "qwen3_next", "GatedDeltaNet", linear_num_value_heads=value_heads, linear_num_key_heads=2,
-        linear_key_head_dim=12, linear_value_head_dim=24, rms_norm_eps=1e-6, num_hidden_layers=1,
-        layer_types=["linear_attention"],
+        monkeypatch, "qwen3_next", "GatedDeltaNet", double=True, linear_num_value_heads=value_heads,
+        linear_num_key_heads=2, linear_key_head_dim=12, linear_value_head_dim=24, rms_norm_eps=1e-6,
+        num_hidden_layers=1, layer_types=["linear_attention"],
     )  # fmt: skip
     values = 24 * value_heads // 2  # of a head of keys
 
@@ -240,7 +236,7 @@ def qwen_layer(monkeypatch: pytest.MonkeyPatch, value_heads: int) -> Oracle:
         }
 
     ours = mixers.create("gated_deltanet", D_MODEL, num_heads=2, num_value_heads=value_heads, norm_eps=1e-6)
-    return Oracle(ours, peer, convert, lambda peer, x: peer(x), tolerance=5e-6)
+    return Oracle(ours, peer, convert, lambda peer, x: peer(x), dtype=torch.float64, tolerance=1e-12)
 
 
 @oracle
@@ -256,9 +252,11 @@ def qwen3_next_with_more_values(monkeypatch: pytest.MonkeyPatch) -> Oracle:
 @oracle
 def kimi_linear(monkeypatch: pytest.MonkeyPatch) -> Oracle:
     _, _, peer = transformers_layer(
-        monkeypatch, "kimi_linear", "DeltaAttention", linear_num_heads=2, linear_head_dim=16, rms_norm_eps=1e-5,
-        num_hidden_layers=1, layer_types=["linear_attention"],
+        monkeypatch, "kimi_linear", "DeltaAttention", double=True, linear_num_heads=2, linear_head_dim=24,
+        rms_norm_eps=1e-5, num_hidden_layers=1, layer_types=["linear_attention"],
     )  # fmt: skip
+    for parameter in (peer.forget_gate.A_log, peer.forget_gate.dt_bias):
+        nn.init.normal_(parameter)  # the layer alone leaves them as the memory is
 
     def convert(p: Weights) -> Weights:
         names = ("q_proj", "k_proj", "v_proj", "b_proj", "forget_gate.f_a_proj", "g_a_proj")
@@ -272,7 +270,8 @@ def kimi_linear(monkeypatch: pytest.MonkeyPatch) -> Oracle:
             "norm.weight": p["o_norm.weight"],
         }
 
-    return Oracle(mixers.create("kda", D_MODEL, num_heads=2), peer, convert, _run_fla, tolerance=5e-6)
+    ours = mixers.create("kda", D_MODEL, num_heads=2, expand_k=1.5)
+    return Oracle(ours, peer, convert, _run_fla, dtype=torch.float64, tolerance=1e-12)
 
 
 def _run_fla(peer: nn.Module, x: Tensor) -> Tensor:

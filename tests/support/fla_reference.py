@@ -23,6 +23,21 @@ def load(module: str) -> Any:
         return importlib.import_module(module)
 
 
+class Wide:
+    """torch whose float32 is float64."""
+
+    float32 = float = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def in_float64(patch: pytest.MonkeyPatch, module: Any) -> None:
+    """Let a module that computes in float32 whatever its inputs are compute in float64."""
+    patch.setattr(module, "torch", Wide())
+    patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+
+
 class Fla:
     """fla with torch references in place of its kernels."""
 
@@ -169,12 +184,6 @@ class Fla:
 
     def recur_mamba3(self) -> None:
         """Mamba-3 with a recurrence for the kernel of mamba_ssm; float64 stands for float32 in the layer."""
-
-        class Wide:
-            float32 = torch.float64
-
-            def __getattr__(self, name: str) -> Any:
-                return getattr(torch, name)
 
         layers, norms = load("fla.layers.mamba3"), load("fla.modules.norm.layernorm")
         self.patch.setattr(layers, "torch", Wide())

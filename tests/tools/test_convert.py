@@ -145,7 +145,7 @@ FLA: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "comba": ("comba", "Comba", {"num_heads": 2, "head_dim": 12}),
     "kda": ("kda", "KDA", {"num_heads": 2, "head_dim": 16}),
-    "kda of more values": ("kda", "KDA", {"num_heads": 2, "num_v_heads": 4, "head_dim": 16, "expand_v": 0.5}),
+    "kda of more values": ("kda", "KDA", {"num_heads": 2, "num_v_heads": 4, "head_dim": 12, "expand_v": 0.5}),
     "rwkv7": ("rwkv7", "RWKV7", {"head_dim": 16, "fuse_norm": False}),
     "rwkv7 without its first norm": (
         "rwkv7", "RWKV7",

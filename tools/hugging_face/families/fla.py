@@ -119,7 +119,7 @@ def _delta_names(mixer: Any) -> Names:
     }
 
 
-def _read_gated_delta(values: Values, *, gate: str = "use_gate") -> dict[str, Any]:
+def _read_heads(values: Values) -> dict[str, Any]:
     heads = values["num_heads"]
     return {
         "num_heads": heads,
@@ -127,19 +127,25 @@ def _read_gated_delta(values: Values, *, gate: str = "use_gate") -> dict[str, An
         "expand_k": heads * values["head_dim"] / values["hidden_size"],
         "expand_v": values["expand_v"],
         "convolution_width": values["conv_size"] if values["use_short_conv"] else 0,
-        "output_gate": values[gate],
     }
 
 
-def _write_gated_delta(options: Values, *, gate: str = "use_gate") -> dict[str, Any]:
+def _write_heads(options: Values) -> dict[str, Any]:
     return {
         **_write_convolution(options),
         "num_heads": options["num_heads"],
         "num_v_heads": options["num_value_heads"],
         "head_dim": round(options["expand_k"] * options["d_model"] / options["num_heads"]),
         "expand_v": options["expand_v"],
-        gate: options["output_gate"],
     }
+
+
+def _read_gated_delta(values: Values, *, gate: str = "use_gate") -> dict[str, Any]:
+    return {**_read_heads(values), "output_gate": values[gate]}
+
+
+def _write_gated_delta(options: Values, *, gate: str = "use_gate") -> dict[str, Any]:
+    return {**_write_heads(options), gate: options["output_gate"]}
 
 
 def _gated_delta_names(mixer: Any) -> Names:
@@ -190,31 +196,16 @@ def _comba_names(mixer: Any) -> Names:
 
 
 def _read_kda(values: Values) -> dict[str, Any]:
-    heads = values["num_heads"]
-    return {
-        "num_heads": heads,
-        "num_value_heads": values["num_v_heads"] or heads,
-        "expand_v": values["expand_v"],
-        "convolution_width": values["conv_size"] if values["use_short_conv"] else 0,
-        "gate_bound": values["lower_bound"],
-    }
+    return {**_read_heads(values), "gate_bound": values["lower_bound"]}
 
 
 def _write_kda(options: Values) -> dict[str, Any]:
     bound = options["gate_bound"]
-    return {
-        **_write_convolution(options),
-        "num_heads": options["num_heads"],
-        "num_v_heads": options["num_value_heads"],
-        "head_dim": options["d_model"] // options["num_heads"],
-        "expand_v": options["expand_v"],
-        "safe_gate": bound is not None,
-        "lower_bound": bound,
-    }
+    return {**_write_heads(options), "safe_gate": bound is not None, "lower_bound": bound}
 
 
 def _kda_names(mixer: Any) -> Names:
-    keys, heads, value = mixer.d_model, mixer.num_value_heads, mixer.value_dim
+    keys, heads, value = mixer.key_width, mixer.num_value_heads, mixer.value_dim
     mixed = {"q": keys, "k": keys, "v": heads * value}
     others = {"attn.b_proj": heads, "attn.f_proj.0": value, "attn.g_proj.0": value}
     return {
