@@ -16,7 +16,8 @@ first token to the end of the first half, the other from there to the second tok
 single token, and all pairs are sorted by level.
 
 The gradient of b_i is q_i d_q_i + r_i d_r_i - w_i d_w_i - a_i d_a_i, the gradient of a gate the sum of these from its
-token to the end of the chunk, where the state's decay e^{b_C} is added.
+token to the end of the chunk, where the state's decay e^{b_C} is added. A pair of tokens after the gate has no part in
+it: its two terms cancel, because both are products of the same rounded numbers.
 
 Tensors of [slots, H, rows, columns] are contiguous. `place` is the number of a chunk of a head.
 """
@@ -469,10 +470,16 @@ def differentiate_products(
 
 
 @triton.jit
-def mirrored_dot(pairs, x, y, TILE: tl.constexpr, PRECISION: tl.constexpr):
-    """(Z + Zᵀ) y, where Z is x at `pairs` and 0 elsewhere."""
-    x = tl.where(pairs, x, 0.0)
-    return tl.dot((x + tl.trans(x)).to(TILE), y.to(TILE), input_precision=PRECISION)
+def through_level(pairs, late, d_product, read, write, factor, TILE: tl.constexpr, PRECISION: tl.constexpr):
+    """Gradients through products of the reads of `late` rows with the writes of the others, and those of their sums.
+
+    Row by row, the first is the gradient of what the row reads or writes.
+    """
+    rows = (tl.where(late, read, write) * factor).to(TILE)
+    below = tl.where(pairs, d_product, 0.0)
+    by = tl.dot((below + tl.trans(below)).to(TILE), rows, input_precision=PRECISION)
+    of_sum = rows.to(tl.float32) * by
+    return by * factor, tl.where(late, of_sum, -of_sum)
 
 
 @triton.jit
@@ -605,8 +612,9 @@ def differentiate(
     if value_key is not None:
         by_q = tl.dot(d_n, keys, by_q, input_precision=PRECISION)
         by_a = tl.dot(tl.trans(d_n), queries, input_precision=PRECISION)
-    of_q = of_q * decay(until) * scale + by_q * factor_q
-    by = query * of_q
+    of_q *= decay(until) * scale
+    by = query * of_q - by_writes + queries.to(tl.float32) * by_q
+    of_q += by_q * factor_q
     read_key = load_tokens(k, k_token * NEXT, live, column, K, CHUNK, COLUMNS).to(tl.float32)
     factor_k = decay_either(until_k - middle)
     reads = (read_key * factor_k).to(TILE)
@@ -616,11 +624,12 @@ def differentiate(
         by_k = tl.dot(d_m, keys, by_k, input_precision=PRECISION)
         by_a = tl.dot(tl.trans(d_m), reads, by_a, input_precision=PRECISION)
         of_a += by_a * factor
-        by -= added * of_a
-    of_r = by_k * factor_k - of_r * decay(until_k)
+        by -= keys.to(tl.float32) * by_a
+    of_r *= -decay(until_k)
+    of_k = read_key * of_r + reads.to(tl.float32) * by_k
+    of_r += by_k * factor_k
     of_w += by_w * factor
-    by -= write_key * of_w
-    of_k = read_key * of_r
+    by -= writes.to(tl.float32) * by_w
     of_g = tl.cumsum(by + of_k, 0, reverse=True) + always[None, :]
     if BEFORE:
         of_g -= of_k
@@ -666,7 +675,7 @@ def differentiate_by_level(
         d_l = load_block(d_products, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
         d_a = load_block(d_products + size, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
         of_q, of_r = tl.zeros((CHUNK, COLUMNS), tl.float32), tl.zeros((CHUNK, COLUMNS), tl.float32)
-        of_w, of_a = of_q, of_q
+        of_w, of_a, of_k, by = of_q, of_q, of_q, of_q
         if value_key is not None:
             added = load_tokens(value_key, value_token * NEXT, live, column, K, CHUNK, COLUMNS).to(tl.float32)
             d_m = load_block(d_products + 2 * size, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
@@ -680,22 +689,22 @@ def differentiate_by_level(
             factor_k = factor
             if BEFORE:
                 factor_k = tl.where(late, decay(load_sums(sums, i - 1, column, K, COLUMNS) - split), factor)
-            by_q = mirrored_dot(pairs, d_a, tl.where(late, query, write_key) * factor, TILE, PRECISION) * factor
-            by_k = mirrored_dot(pairs, d_l, tl.where(late, read_key, write_key) * factor_k, TILE, PRECISION) * factor_k
+            by_q, by_level = through_level(pairs, late, d_a, query, write_key, factor, TILE, PRECISION)
+            by_k, by_reads = through_level(pairs, late, d_l, read_key, write_key, factor_k, TILE, PRECISION)
             of_w += tl.where(late, 0.0, by_q + by_k)
             if value_key is not None:
-                more_q = mirrored_dot(pairs, d_n, tl.where(late, query, added) * factor, TILE, PRECISION) * factor
-                more_k = mirrored_dot(pairs, d_m, tl.where(late, read_key, added) * factor_k, TILE, PRECISION)
-                more_k *= factor_k
+                more_q, more_level = through_level(pairs, late, d_n, query, added, factor, TILE, PRECISION)
+                more_k, more_reads = through_level(pairs, late, d_m, read_key, added, factor_k, TILE, PRECISION)
                 of_a += tl.where(late, 0.0, more_q + more_k)
                 by_q += more_q
                 by_k += more_k
+                by_level += more_level
+                by_reads += more_reads
             of_q += tl.where(late, by_q, 0.0)
             of_r += tl.where(late, by_k, 0.0)
-        of_k = read_key * of_r
-        by = query * of_q + of_k - write_key * of_w
-        if value_key is not None:
-            by -= added * of_a
+            by += by_level + by_reads
+            if BEFORE:
+                of_k += tl.where(late, by_reads, 0.0)
         of_g = tl.cumsum(by, 0, reverse=True)
         if BEFORE:
             of_g -= of_k
