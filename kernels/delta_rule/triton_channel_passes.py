@@ -575,11 +575,11 @@ def differentiate(
             of_a = tl.dot(values, tl.trans(d_state), of_a, input_precision=PRECISION)
     tl.debug_barrier()  # without it, the compiler loads early what follows, and registers spill
 
-    # Through the pairs of a block.
+    # Through the pairs of a block, and those of a token with itself, on which no gate acts.
     sums += place * CHUNK * K
     size_of = tl.load(mild + place)
     block = i >> size_of
-    same = block[:, None] == block[None, :]
+    others = (block[:, None] == block[None, :]) & (i[:, None] != i[None, :])
     until = load_sums(sums, i, column, K, COLUMNS)
     middle = load_sums(sums, (block << size_of) + ((1 << size_of) >> 1), column, K, COLUMNS)
     until_k = until
@@ -588,8 +588,8 @@ def differentiate(
     e = column + tl.arange(0, COLUMNS)
     end = tl.load(sums + (CHUNK - 1) * K + e, mask=e < K, other=0.0)
     d_products += place * CHUNK * CHUNK
-    d_l = load_pairs(d_products, same, CHUNK)
-    d_a = load_pairs(d_products + size, same, CHUNK)
+    d_l = load_pairs(d_products, others, CHUNK)
+    d_a = load_pairs(d_products + size, others, CHUNK)
     write_key = load_writes(write, beta, write_token * NEXT, beta_token * NEXT, live, column, K, CHUNK, COLUMNS)
     factor = decay_either(middle - until)
     later = decay(end[None, :] - until)
@@ -599,8 +599,8 @@ def differentiate(
     if value_key is not None:
         added = load_tokens(value_key, value_token * NEXT, live, column, K, CHUNK, COLUMNS).to(tl.float32)
         keys = (added * factor).to(TILE)
-        d_m = load_pairs(d_products + 2 * size, same, CHUNK)
-        d_n = load_pairs(d_products + 3 * size, same, CHUNK)
+        d_m = load_pairs(d_products + 2 * size, others, CHUNK)
+        d_n = load_pairs(d_products + 3 * size, others, CHUNK)
         of_a *= later
         by_writes += added * of_a
     always = of_state * decay(end) + tl.sum(by_writes, 0)
@@ -613,8 +613,9 @@ def differentiate(
         by_q = tl.dot(d_n, keys, by_q, input_precision=PRECISION)
         by_a = tl.dot(tl.trans(d_n), queries, input_precision=PRECISION)
     of_q *= decay(until) * scale
+    own = tl.load(d_products + size + i * (CHUNK + 1))[:, None].to(tl.float32)
     by = query * of_q - by_writes + queries.to(tl.float32) * by_q
-    of_q += by_q * factor_q
+    of_q += by_q * factor_q + own * write_key
     read_key = load_tokens(k, k_token * NEXT, live, column, K, CHUNK, COLUMNS).to(tl.float32)
     factor_k = decay_either(until_k - middle)
     reads = (read_key * factor_k).to(TILE)
@@ -623,12 +624,14 @@ def differentiate(
     if value_key is not None:
         by_k = tl.dot(d_m, keys, by_k, input_precision=PRECISION)
         by_a = tl.dot(tl.trans(d_m), reads, by_a, input_precision=PRECISION)
-        of_a += by_a * factor
+        own_value = tl.load(d_products + 3 * size + i * (CHUNK + 1))[:, None].to(tl.float32)
+        of_a += by_a * factor + own_value * query
+        of_q += own_value * added
         by -= keys.to(tl.float32) * by_a
     of_r *= -decay(until_k)
     of_k = read_key * of_r + reads.to(tl.float32) * by_k
     of_r += by_k * factor_k
-    of_w += by_w * factor
+    of_w += by_w * factor + own * query
     by -= writes.to(tl.float32) * by_w
     of_g = tl.cumsum(by + of_k, 0, reverse=True) + always[None, :]
     if BEFORE:
