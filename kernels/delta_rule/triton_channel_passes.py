@@ -117,12 +117,12 @@ def sum_gates(
 
 @triton.jit(do_not_specialize=SIZES)
 def relate(
-    q, k, write, beta, value_key, sums, mild, cu_seqlens, sequence_of, lower, products, scale, T, H, size,
-    q_token, k_token, write_token, beta_token, value_token,
-    K: tl.constexpr, BEFORE: tl.constexpr,
-    REVERSE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
+    q, k, write, beta, sums, mild, cu_seqlens, sequence_of, lower, attention, scale, T, H,
+    q_token, k_token, write_token, beta_token,
+    K: tl.constexpr, BEFORE: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """L in float32, and A, with value keys M and N, [CHUNK, CHUNK] for each chunk and head."""
+    """L and A, or M and N if the writes are value keys, [CHUNK, CHUNK] for each chunk and head: pairs of a block."""
     place = tl.program_id(0).to(tl.int64)
     slot, head = place // H, place % H
     row, t, live = chunk(slot, T, cu_seqlens, sequence_of, cu_seqlens is not None, CHUNK, REVERSE)
@@ -133,51 +133,38 @@ def relate(
     write += t * write_token + head * K
     if beta is not None:
         beta += t * beta_token + head
-    if value_key is not None:
-        value_key += t * value_token + head * K
     sums += place * CHUNK * K
-    TILE: tl.constexpr = products.dtype.element_ty
+    TILE: tl.constexpr = attention.dtype.element_ty
     i = tl.arange(0, CHUNK)
-    lower += place * CHUNK * CHUNK
-    products += place * CHUNK * CHUNK
-    size_of = tl.load(mild + place)
-    block = i >> size_of
-    middle = (block << size_of) + ((1 << size_of) >> 1)
-    of_q, of_r = tl.zeros((CHUNK, CHUNK), tl.float32), tl.zeros((CHUNK, CHUNK), tl.float32)
-    values_q, values_r = of_q, of_r
-    for start in range(0, K, COLUMNS):
-        until = load_sums(sums, i, start, K, COLUMNS) - load_sums(sums, middle, start, K, COLUMNS)
-        since = decay_either(until)
-        until = decay_either(-until)
-        queries = load_tokens(q, q_token * NEXT, live, start, K, CHUNK, COLUMNS).to(tl.float32) * since
+    n = tl.load(mild + place)
+    block = i >> n
+    middle = (block << n) + ((1 << n) >> 1)
+    of_q, of_k = tl.zeros((CHUNK, CHUNK), tl.float32), tl.zeros((CHUNK, CHUNK), tl.float32)
+    for column in range(0, K, COLUMNS):
+        center = load_sums(sums, middle, column, K, COLUMNS)
+        since = load_sums(sums, i, column, K, COLUMNS) - center
+        factor = decay_either(since)
+        queries = load_tokens(q, q_token * NEXT, live, column, K, CHUNK, COLUMNS).to(tl.float32) * factor
         if BEFORE:
-            since = load_sums(sums, i - 1, start, K, COLUMNS) - load_sums(sums, middle, start, K, COLUMNS)
-            since = decay_either(since)
-        reads = load_tokens(k, k_token * NEXT, live, start, K, CHUNK, COLUMNS).to(tl.float32) * since
-        writes = load_writes(write, beta, write_token * NEXT, beta_token * NEXT, live, start, K, CHUNK, COLUMNS) * until
-        right = tl.trans(writes.to(TILE))
-        of_q = tl.dot(queries.to(TILE), right, of_q, input_precision=PRECISION)
-        of_r = tl.dot(reads.to(TILE), right, of_r, input_precision=PRECISION)
-        if value_key is not None:
-            keys = load_tokens(value_key, value_token * NEXT, live, start, K, CHUNK, COLUMNS).to(tl.float32) * until
-            right = tl.trans(keys.to(TILE))
-            values_q = tl.dot(queries.to(TILE), right, values_q, input_precision=PRECISION)
-            values_r = tl.dot(reads.to(TILE), right, values_r, input_precision=PRECISION)
+            factor = decay_either(load_sums(sums, i - 1, column, K, COLUMNS) - center)
+        reads = load_tokens(k, k_token * NEXT, live, column, K, CHUNK, COLUMNS).to(tl.float32) * factor
+        writes = load_writes(write, beta, write_token * NEXT, beta_token * NEXT, live, column, K, CHUNK, COLUMNS)
+        writes = tl.trans((writes * decay_either(-since)).to(TILE))
+        of_q = tl.dot(queries.to(TILE), writes, of_q, input_precision=PRECISION)
+        of_k = tl.dot(reads.to(TILE), writes, of_k, input_precision=PRECISION)
     same = block[:, None] == block[None, :]
-    earlier, not_after = same & (i[:, None] > i[None, :]), same & (i[:, None] >= i[None, :])
-    store_block(lower, 0, 0, tl.where(earlier, of_r, 0.0), CHUNK, CHUNK, CHUNK, CHUNK)
-    store_block(products + size, 0, 0, tl.where(not_after, of_q * scale, 0.0), CHUNK, CHUNK, CHUNK, CHUNK)
-    if value_key is not None:
-        store_block(products + 2 * size, 0, 0, tl.where(earlier, values_r, 0.0), CHUNK, CHUNK, CHUNK, CHUNK)
-        store_block(products + 3 * size, 0, 0, tl.where(not_after, values_q * scale, 0.0), CHUNK, CHUNK, CHUNK, CHUNK)
+    of_k = tl.where(same & (i[:, None] > i[None, :]), of_k, 0.0)
+    of_q = tl.where(same & (i[:, None] >= i[None, :]), of_q * scale, 0.0)
+    store_block(lower + place * CHUNK * CHUNK, 0, 0, of_k, CHUNK, CHUNK, CHUNK, CHUNK)
+    store_block(attention + place * CHUNK * CHUNK, 0, 0, of_q, CHUNK, CHUNK, CHUNK, CHUNK)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def relate_by_level(
-    q, k, write, beta, value_key, sums, mild, cu_seqlens, sequence_of, lower, products, scale, T, H, size,
-    q_token, k_token, write_token, beta_token, value_token,
+    q, k, write, beta, sums, mild, cu_seqlens, sequence_of, lower, attention, scale, T, H,
+    q_token, k_token, write_token, beta_token,
     K: tl.constexpr, BEFORE: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
-    LEVELS: tl.constexpr, COLUMNS: tl.constexpr,
+    COLUMNS: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
     """`relate` for pairs of different blocks."""
     place = tl.program_id(0).to(tl.int64)
@@ -192,48 +179,34 @@ def relate_by_level(
         write += t * write_token + head * K
         if beta is not None:
             beta += t * beta_token + head
-        if value_key is not None:
-            value_key += t * value_token + head * K
         sums += place * CHUNK * K
-        lower += place * CHUNK * CHUNK
-        products += place * CHUNK * CHUNK
-        TILE: tl.constexpr = products.dtype.element_ty
+        TILE: tl.constexpr = attention.dtype.element_ty
         HALF: tl.constexpr = CHUNK // 2
         n = tl.arange(0, HALF)
         for level in range(first, LEVELS):
             part = n >> level
-            late = n + ((part + 1) << level)
-            early = n + (part << level)
+            late, early = n + ((part + 1) << level), n + (part << level)
             split = ((2 * part + 1) << level) - 1
-            of_q, of_r = tl.zeros((HALF, HALF), tl.float32), tl.zeros((HALF, HALF), tl.float32)
-            values_q, values_r = of_q, of_r
+            of_q, of_k = tl.zeros((HALF, HALF), tl.float32), tl.zeros((HALF, HALF), tl.float32)
             for column in tl.static_range(0, K, COLUMNS):
-                middle = load_sums(sums, split, column, K, COLUMNS)
-                since = decay(load_sums(sums, late, column, K, COLUMNS) - middle)
-                left = decay(load_sums(sums, early, column, K, COLUMNS) - middle)
-                query = (load_rows(q, q_token * NEXT, late, live, column, K, COLUMNS) * since).to(TILE)
+                border = load_sums(sums, split, column, K, COLUMNS)
+                factor = decay(load_sums(sums, late, column, K, COLUMNS) - border)
+                queries = (load_rows(q, q_token * NEXT, late, live, column, K, COLUMNS) * factor).to(TILE)
                 if BEFORE:
-                    since = decay(load_sums(sums, late - 1, column, K, COLUMNS) - middle)
-                read = (load_rows(k, k_token * NEXT, late, live, column, K, COLUMNS) * since).to(TILE)
-                writes = load_rows(write, write_token * NEXT, early, live, column, K, COLUMNS) * left
+                    factor = decay(load_sums(sums, late - 1, column, K, COLUMNS) - border)
+                reads = (load_rows(k, k_token * NEXT, late, live, column, K, COLUMNS) * factor).to(TILE)
+                writes = load_rows(write, write_token * NEXT, early, live, column, K, COLUMNS)
+                writes *= decay(load_sums(sums, early, column, K, COLUMNS) - border)
                 if beta is not None:
                     strength = tl.load(beta + early * beta_token * NEXT, mask=early < live, other=0.0).to(tl.float32)
                     writes *= strength[:, None]
                 writes = tl.trans(writes.to(TILE))
-                of_q = tl.dot(query, writes, of_q, input_precision=PRECISION)
-                of_r = tl.dot(read, writes, of_r, input_precision=PRECISION)
-                if value_key is not None:
-                    key = load_rows(value_key, value_token * NEXT, early, live, column, K, COLUMNS) * left
-                    key = tl.trans(key.to(TILE))
-                    values_q = tl.dot(query, key, values_q, input_precision=PRECISION)
-                    values_r = tl.dot(read, key, values_r, input_precision=PRECISION)
+                of_q = tl.dot(queries, writes, of_q, input_precision=PRECISION)
+                of_k = tl.dot(reads, writes, of_k, input_precision=PRECISION)
             pairs = part[:, None] == part[None, :]
-            spot = late[:, None] * CHUNK + early[None, :]
-            tl.store(lower + spot, of_r, mask=pairs)
-            tl.store(products + size + spot, of_q * scale, mask=pairs)
-            if value_key is not None:
-                tl.store(products + 2 * size + spot, values_r, mask=pairs)
-                tl.store(products + 3 * size + spot, values_q * scale, mask=pairs)
+            spot = place * CHUNK * CHUNK + late[:, None] * CHUNK + early[None, :]
+            tl.store(lower + spot, of_k, mask=pairs)
+            tl.store(attention + spot, of_q * scale, mask=pairs)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -470,16 +443,10 @@ def differentiate_products(
 
 
 @triton.jit
-def through_level(pairs, late, d_product, read, write, factor, TILE: tl.constexpr, PRECISION: tl.constexpr):
-    """Gradients through products of the reads of `late` rows with the writes of the others, and those of their sums.
-
-    Row by row, the first is the gradient of what the row reads or writes.
-    """
-    rows = (tl.where(late, read, write) * factor).to(TILE)
-    below = tl.where(pairs, d_product, 0.0)
-    by = tl.dot((below + tl.trans(below)).to(TILE), rows, input_precision=PRECISION)
-    of_sum = rows.to(tl.float32) * by
-    return by * factor, tl.where(late, of_sum, -of_sum)
+def load_pairs(base, mask, CHUNK: tl.constexpr):
+    """A matrix [CHUNK, CHUNK] where `mask` is true, and 0 elsewhere."""
+    i = tl.arange(0, CHUNK)
+    return tl.load(base + i[:, None] * CHUNK + i[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -494,49 +461,40 @@ def store_sum(
 
 @triton.jit
 def store_gradients(
-    of_q, of_r, of_w, of_a, of_g, write, beta, d_q, d_k, d_write, d_value_key, d_g, d_beta, token, live, column,
-    write_step, beta_step, step, K: tl.constexpr, ADD: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
+    of_q, of_k, of_w, of_g, write, beta, d_q, d_k, d_write, d_g, d_beta, token, live, column, write_step, beta_step,
+    step, K: tl.constexpr, ADD: tl.constexpr, ADD_WRITES: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of all inputs but v from those of q, reads, writes, value keys and gates."""
+    """The gradients of q, k, g, write keys and beta from those of q, k, writes and gates."""
     store_sum(d_q + token * K, step * K, live, column, of_q, K, ADD, CHUNK, COLUMNS)
     store_sum(d_g + token * K, step * K, live, column, of_g, K, ADD, CHUNK, COLUMNS)
-    if d_value_key is not None:
-        store_sum(d_value_key + token * K, step * K, live, column, of_a, K, ADD, CHUNK, COLUMNS)
     if beta is not None:
         tiles: tl.constexpr = (K + COLUMNS - 1) // COLUMNS
         i = tl.arange(0, CHUNK)
         keys = load_tokens(write, write_step, live, column, K, CHUNK, COLUMNS).to(tl.float32)
         part = tl.sum(of_w * keys, 1)
         place = d_beta + (token + i * step) * tiles + column // COLUMNS
-        if ADD:
+        if ADD_WRITES:
             part += tl.load(place, mask=i < live, other=0.0)
         tl.store(place, part, mask=i < live)
         of_w *= load_numbers(beta, beta_step, live, CHUNK)[:, None]
     if d_write is not None:
-        store_sum(d_write + token * K, step * K, live, column, of_w, K, ADD, CHUNK, COLUMNS)
+        store_sum(d_write + token * K, step * K, live, column, of_w, K, ADD_WRITES, CHUNK, COLUMNS)
     else:
-        of_r += of_w
-    store_sum(d_k + token * K, step * K, live, column, of_r, K, ADD, CHUNK, COLUMNS)
-
-
-@triton.jit
-def load_pairs(base, mask, CHUNK: tl.constexpr):
-    """A matrix [CHUNK, CHUNK] where `mask` is true, and 0 elsewhere."""
-    i = tl.arange(0, CHUNK)
-    return tl.load(base + i[:, None] * CHUNK + i[None, :], mask=mask, other=0.0)
+        of_k += of_w
+    store_sum(d_k + token * K, step * K, live, column, of_k, K, ADD, CHUNK, COLUMNS)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def differentiate(
-    q, k, v, write, beta, value_key, sums, mild, cu_seqlens, sequence_of, d_output, states, d_states, u, d_errors,
-    d_products, d_q, d_k, d_write, d_value_key, d_g, d_beta,
-    scale, T, H, size, q_token, k_token, v_token, write_token, beta_token, value_token,
-    K: tl.constexpr, V: tl.constexpr, BEFORE: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
-    CHUNK: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_V: tl.constexpr,
+    q, k, write, beta, sums, mild, cu_seqlens, sequence_of, d_output, states, d_states, u, d_errors, d_lower,
+    d_attention, d_q, d_k, d_write, d_g, d_beta, scale, T, H, q_token, k_token, write_token, beta_token, u_token,
+    K: tl.constexpr, V: tl.constexpr, BEFORE: tl.constexpr, VALUES: tl.constexpr, REVERSE: tl.constexpr,
+    PRECISION: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of q, k, write keys, value keys, gates and beta of a chunk and head, in COLUMNS key channels.
+    """The gradients of q, k, gates, write keys and beta of a chunk and head, in COLUMNS key channels.
 
-    That of beta is a part, which lacks the other channels: [B, T, H, tiles].
+    With VALUES, writes are value keys and u the values: what they add. The gradient of beta is a part, which lacks the
+    other channels: [B, T, H, tiles].
     """
     tiles: tl.constexpr = (K + COLUMNS - 1) // COLUMNS
     column = (tl.program_id(0) % tiles) * COLUMNS
@@ -547,108 +505,98 @@ def differentiate(
     t += row * T
     q += t * q_token + head * K
     k += t * k_token + head * K
-    v += t * v_token + head * V
     write += t * write_token + head * K
     if beta is not None:
         beta += t * beta_token + head
-    if value_key is not None:
-        value_key += t * value_token + head * K
     d_output += (t * H + head) * V
     TILE: tl.constexpr = states.dtype.element_ty
     i = tl.arange(0, CHUNK)
 
     # Through the states: reads since the start of the chunk, writes until its end, and the state itself.
-    of_q, of_r = tl.zeros((CHUNK, COLUMNS), tl.float32), tl.zeros((CHUNK, COLUMNS), tl.float32)
-    of_w, of_a, of_state = of_q, of_q, tl.zeros((COLUMNS,), tl.float32)
+    of_q, of_k = tl.zeros((CHUNK, COLUMNS), tl.float32), tl.zeros((CHUNK, COLUMNS), tl.float32)
+    of_w, of_state = of_q, tl.zeros((COLUMNS,), tl.float32)
     for start in range(0, V, BLOCK_V):
-        state = load_block(states + place * K * V, column, start, K, V, COLUMNS, BLOCK_V)
         d_state = load_block(d_states + place * K * V, column, start, K, V, COLUMNS, BLOCK_V)
-        of_state += tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 1)
-        d_o = load_tokens(d_output, H * V * NEXT, live, start, V, CHUNK, BLOCK_V).to(TILE)
-        d_error = load_block(d_errors + place * CHUNK * V, 0, start, CHUNK, V, CHUNK, BLOCK_V)
-        written = load_block(u + place * CHUNK * V, 0, start, CHUNK, V, CHUNK, BLOCK_V)
-        of_q = tl.dot(d_o, tl.trans(state), of_q, input_precision=PRECISION)
-        of_r = tl.dot(d_error, tl.trans(state), of_r, input_precision=PRECISION)
+        if VALUES:
+            written = load_tokens(u + t * u_token + head * V, u_token * NEXT, live, start, V, CHUNK, BLOCK_V).to(TILE)
+        else:
+            state = load_block(states + place * K * V, column, start, K, V, COLUMNS, BLOCK_V)
+            of_state += tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 1)
+            d_o = load_tokens(d_output, H * V * NEXT, live, start, V, CHUNK, BLOCK_V).to(TILE)
+            d_error = load_block(d_errors + place * CHUNK * V, 0, start, CHUNK, V, CHUNK, BLOCK_V)
+            of_q = tl.dot(d_o, tl.trans(state), of_q, input_precision=PRECISION)
+            of_k = tl.dot(d_error, tl.trans(state), of_k, input_precision=PRECISION)
+            written = load_block(u + place * CHUNK * V, 0, start, CHUNK, V, CHUNK, BLOCK_V)
         of_w = tl.dot(written, tl.trans(d_state), of_w, input_precision=PRECISION)
-        if value_key is not None:
-            values = load_tokens(v, v_token * NEXT, live, start, V, CHUNK, BLOCK_V).to(TILE)
-            of_a = tl.dot(values, tl.trans(d_state), of_a, input_precision=PRECISION)
     tl.debug_barrier()  # without it, the compiler loads early what follows, and registers spill
 
-    # Through the pairs of a block, and those of a token with itself, on which no gate acts.
+    # Through the pairs of a block. `by` and `by_reads` are the gradients of b, without those of token pairs (i, i).
     sums += place * CHUNK * K
-    size_of = tl.load(mild + place)
-    block = i >> size_of
+    n = tl.load(mild + place)
+    block = i >> n
     others = (block[:, None] == block[None, :]) & (i[:, None] != i[None, :])
     until = load_sums(sums, i, column, K, COLUMNS)
-    middle = load_sums(sums, (block << size_of) + ((1 << size_of) >> 1), column, K, COLUMNS)
-    until_k = until
+    until_read = until
     if BEFORE:
-        until_k = load_sums(sums, i - 1, column, K, COLUMNS)
+        until_read = load_sums(sums, i - 1, column, K, COLUMNS)
+    middle = load_sums(sums, (block << n) + ((1 << n) >> 1), column, K, COLUMNS)
     e = column + tl.arange(0, COLUMNS)
     end = tl.load(sums + (CHUNK - 1) * K + e, mask=e < K, other=0.0)
-    d_products += place * CHUNK * CHUNK
-    d_l = load_pairs(d_products, others, CHUNK)
-    d_a = load_pairs(d_products + size, others, CHUNK)
-    write_key = load_writes(write, beta, write_token * NEXT, beta_token * NEXT, live, column, K, CHUNK, COLUMNS)
-    factor = decay_either(middle - until)
-    later = decay(end[None, :] - until)
-    writes = (write_key * factor).to(TILE)
-    of_w *= later
-    by_writes = write_key * of_w
-    if value_key is not None:
-        added = load_tokens(value_key, value_token * NEXT, live, column, K, CHUNK, COLUMNS).to(tl.float32)
-        keys = (added * factor).to(TILE)
-        d_m = load_pairs(d_products + 2 * size, others, CHUNK)
-        d_n = load_pairs(d_products + 3 * size, others, CHUNK)
-        of_a *= later
-        by_writes += added * of_a
-    always = of_state * decay(end) + tl.sum(by_writes, 0)
     query = load_tokens(q, q_token * NEXT, live, column, K, CHUNK, COLUMNS).to(tl.float32)
-    factor_q = decay_either(until - middle)
-    queries = (query * factor_q).to(TILE)
-    by_q = tl.dot(d_a, writes, input_precision=PRECISION)
-    by_w = tl.dot(tl.trans(d_a), queries, input_precision=PRECISION)
-    if value_key is not None:
-        by_q = tl.dot(d_n, keys, by_q, input_precision=PRECISION)
-        by_a = tl.dot(tl.trans(d_n), queries, input_precision=PRECISION)
-    of_q *= decay(until) * scale
-    own = tl.load(d_products + size + i * (CHUNK + 1))[:, None].to(tl.float32)
-    by = query * of_q - by_writes + queries.to(tl.float32) * by_q
-    of_q += by_q * factor_q + own * write_key
     read_key = load_tokens(k, k_token * NEXT, live, column, K, CHUNK, COLUMNS).to(tl.float32)
-    factor_k = decay_either(until_k - middle)
-    reads = (read_key * factor_k).to(TILE)
-    by_k = tl.dot(d_l, writes, input_precision=PRECISION)
-    by_w = tl.dot(tl.trans(d_l), reads, by_w, input_precision=PRECISION)
-    if value_key is not None:
-        by_k = tl.dot(d_m, keys, by_k, input_precision=PRECISION)
-        by_a = tl.dot(tl.trans(d_m), reads, by_a, input_precision=PRECISION)
-        own_value = tl.load(d_products + 3 * size + i * (CHUNK + 1))[:, None].to(tl.float32)
-        of_a += by_a * factor + own_value * query
-        of_q += own_value * added
-        by -= keys.to(tl.float32) * by_a
-    of_r *= -decay(until_k)
-    of_k = read_key * of_r + reads.to(tl.float32) * by_k
-    of_r += by_k * factor_k
-    of_w += by_w * factor + own * query
-    by -= writes.to(tl.float32) * by_w
-    of_g = tl.cumsum(by + of_k, 0, reverse=True) + always[None, :]
+    write_key = load_writes(write, beta, write_token * NEXT, beta_token * NEXT, live, column, K, CHUNK, COLUMNS)
+    of_q *= decay(until) * scale
+    of_k *= -decay(until_read)
+    of_w *= decay(end[None, :] - until)
+    by_reads = read_key * of_k
+    by = query * of_q - write_key * of_w
+    always = of_state * decay(end) + tl.sum(write_key * of_w, 0)
+    factor, factor_read = decay_either(until - middle), decay_either(until_read - middle)
+    factor_write = decay_either(middle - until)
+    queries, reads = (query * factor).to(TILE), (read_key * factor_read).to(TILE)
+    writes = (write_key * factor_write).to(TILE)
+    d_lower += place * CHUNK * CHUNK
+    d_attention += place * CHUNK * CHUNK
+    d_a, d_l = load_pairs(d_attention, others, CHUNK), load_pairs(d_lower, others, CHUNK)
+    own = tl.load(d_attention + i * (CHUNK + 1))[:, None].to(tl.float32)
+    more = tl.dot(d_a, writes, input_precision=PRECISION)
+    of_q += more * factor + own * write_key
+    by += queries.to(tl.float32) * more
+    more = tl.dot(d_l, writes, input_precision=PRECISION)
+    of_k += more * factor_read
+    by_reads += reads.to(tl.float32) * more
+    more = tl.dot(tl.trans(d_a), queries, input_precision=PRECISION)
+    more = tl.dot(tl.trans(d_l), reads, more, input_precision=PRECISION)
+    of_w += more * factor_write + own * query
+    by -= writes.to(tl.float32) * more
+    of_g = tl.cumsum(by + by_reads, 0, reverse=True) + always[None, :]
     if BEFORE:
-        of_g -= of_k
-
+        of_g -= by_reads
     store_gradients(
-        of_q, of_r, of_w, of_a, of_g, write, beta, d_q, d_k, d_write, d_value_key, d_g, d_beta, t * H + head, live,
-        column, write_token * NEXT, beta_token * NEXT, H * NEXT, K, False, CHUNK, COLUMNS,
+        of_q, of_k, of_w, of_g, write, beta, d_q, d_k, d_write, d_g, d_beta, t * H + head, live, column,
+        write_token * NEXT, beta_token * NEXT, H * NEXT, K, VALUES, False, CHUNK, COLUMNS,
     )  # fmt: skip
+
+
+@triton.jit
+def through_level(pairs, late, d_product, read, write, factor, TILE: tl.constexpr, PRECISION: tl.constexpr):
+    """Gradients through the products of the reads of `late` rows with the writes of the others, and those of b.
+
+    Row by row, the first is the gradient of what the row reads or writes.
+    """
+    rows = (tl.where(late, read, write) * factor).to(TILE)
+    below = tl.where(pairs, d_product, 0.0)
+    more = tl.dot((below + tl.trans(below)).to(TILE), rows, input_precision=PRECISION)
+    by = rows.to(tl.float32) * more
+    return more * factor, tl.where(late, by, -by)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def differentiate_by_level(
-    q, k, write, beta, value_key, sums, mild, cu_seqlens, sequence_of, d_products, d_q, d_k, d_write, d_value_key, d_g,
-    d_beta, T, H, size, q_token, k_token, write_token, beta_token, value_token,
+    q, k, write, beta, sums, mild, cu_seqlens, sequence_of, d_lower, d_attention, d_q, d_k, d_write, d_g, d_beta,
+    T, H, q_token, k_token, write_token, beta_token,
     K: tl.constexpr, BEFORE: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
-    LEVELS: tl.constexpr, COLUMNS: tl.constexpr,
+    COLUMNS: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
     """Add to what `differentiate` stored what comes through pairs of different blocks."""
     tiles: tl.constexpr = (K + COLUMNS - 1) // COLUMNS
@@ -665,53 +613,36 @@ def differentiate_by_level(
         write += t * write_token + head * K
         if beta is not None:
             beta += t * beta_token + head
-        if value_key is not None:
-            value_key += t * value_token + head * K
         sums += place * CHUNK * K
-        d_products += place * CHUNK * CHUNK
-        TILE: tl.constexpr = d_products.dtype.element_ty
+        TILE: tl.constexpr = d_attention.dtype.element_ty
         i = tl.arange(0, CHUNK)
         query = load_tokens(q, q_token * NEXT, live, column, K, CHUNK, COLUMNS).to(tl.float32)
         read_key = load_tokens(k, k_token * NEXT, live, column, K, CHUNK, COLUMNS).to(tl.float32)
         write_key = load_writes(write, beta, write_token * NEXT, beta_token * NEXT, live, column, K, CHUNK, COLUMNS)
         until = load_sums(sums, i, column, K, COLUMNS)
-        d_l = load_block(d_products, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
-        d_a = load_block(d_products + size, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
-        of_q, of_r = tl.zeros((CHUNK, COLUMNS), tl.float32), tl.zeros((CHUNK, COLUMNS), tl.float32)
-        of_w, of_a, of_k, by = of_q, of_q, of_q, of_q
-        if value_key is not None:
-            added = load_tokens(value_key, value_token * NEXT, live, column, K, CHUNK, COLUMNS).to(tl.float32)
-            d_m = load_block(d_products + 2 * size, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
-            d_n = load_block(d_products + 3 * size, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
+        d_l = load_block(d_lower + place * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
+        d_a = load_block(d_attention + place * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
+        of_q, of_k = tl.zeros((CHUNK, COLUMNS), tl.float32), tl.zeros((CHUNK, COLUMNS), tl.float32)
+        of_w, by, by_reads = of_q, of_q, of_q
         for level in range(first, LEVELS):
             half = i >> level
             late = (half % 2 == 1)[:, None]
             pairs = (half[:, None] == half[None, :] + 1) & late
-            split = load_sums(sums, ((i >> (level + 1)) << (level + 1)) + (1 << level) - 1, column, K, COLUMNS)
-            factor = decay(until - split)
-            factor_k = factor
+            border = load_sums(sums, ((i >> (level + 1)) << (level + 1)) + (1 << level) - 1, column, K, COLUMNS)
+            factor = decay(until - border)
+            more_q, of_sums = through_level(pairs, late, d_a, query, write_key, factor, TILE, PRECISION)
             if BEFORE:
-                factor_k = tl.where(late, decay(load_sums(sums, i - 1, column, K, COLUMNS) - split), factor)
-            by_q, by_level = through_level(pairs, late, d_a, query, write_key, factor, TILE, PRECISION)
-            by_k, by_reads = through_level(pairs, late, d_l, read_key, write_key, factor_k, TILE, PRECISION)
-            of_w += tl.where(late, 0.0, by_q + by_k)
-            if value_key is not None:
-                more_q, more_level = through_level(pairs, late, d_n, query, added, factor, TILE, PRECISION)
-                more_k, more_reads = through_level(pairs, late, d_m, read_key, added, factor_k, TILE, PRECISION)
-                of_a += tl.where(late, 0.0, more_q + more_k)
-                by_q += more_q
-                by_k += more_k
-                by_level += more_level
-                by_reads += more_reads
-            of_q += tl.where(late, by_q, 0.0)
-            of_r += tl.where(late, by_k, 0.0)
-            by += by_level + by_reads
-            if BEFORE:
-                of_k += tl.where(late, by_reads, 0.0)
-        of_g = tl.cumsum(by, 0, reverse=True)
+                factor = tl.where(late, decay(load_sums(sums, i - 1, column, K, COLUMNS) - border), factor)
+            more_k, of_reads = through_level(pairs, late, d_l, read_key, write_key, factor, TILE, PRECISION)
+            of_q += tl.where(late, more_q, 0.0)
+            of_k += tl.where(late, more_k, 0.0)
+            of_w += tl.where(late, 0.0, more_q + more_k)
+            by += of_sums + tl.where(late, 0.0, of_reads)
+            by_reads += tl.where(late, of_reads, 0.0)
+        of_g = tl.cumsum(by + by_reads, 0, reverse=True)
         if BEFORE:
-            of_g -= of_k
+            of_g -= by_reads
         store_gradients(
-            of_q, of_r, of_w, of_a, of_g, write, beta, d_q, d_k, d_write, d_value_key, d_g, d_beta, t * H + head, live,
-            column, write_token * NEXT, beta_token * NEXT, H * NEXT, K, True, CHUNK, COLUMNS,
+            of_q, of_k, of_w, of_g, write, beta, d_q, d_k, d_write, d_g, d_beta, t * H + head, live, column,
+            write_token * NEXT, beta_token * NEXT, H * NEXT, K, True, True, CHUNK, COLUMNS,
         )  # fmt: skip

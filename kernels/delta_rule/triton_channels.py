@@ -175,19 +175,23 @@ class _Call:
         """X and A, and with value keys M and N, [2 or 4, slots, H, C, C]."""
         lower = self._empty(self.chunk, self.chunk, dtype=torch.float32)
         products = lower.new_empty((2 if self.value_key is None else 4, *lower.shape), dtype=self.dtype)
-        steps = _steps(self.q, self.k, self.write, self.beta, self.value_key)
-        for kernel, levels in ((relate, {}), (relate_by_level, self.levels)):
-            self._launch(
-                kernel, self.places, (self.scale, self.tokens, self.heads, self.size, *steps), K=self.key_dim,
-                BEFORE=self.before, COLUMNS=self._block(kernel, self.key_dim), **levels, **self.options,
-            )(
-                self.q, self.k, self.write, self.beta, self.value_key, self.sums, self.mild, self.cu_seqlens,
-                self.sequence_of, lower, products,
-            )  # fmt: skip
+        self._relate(self.write, self.beta, lower, products[1])
+        if self.value_key is not None:
+            self._relate(self.value_key, None, products[2], products[3])
         self._launch(invert, self.places, (self.tokens, self.heads), **self.layout)(
             lower, self.cu_seqlens, self.sequence_of, products
         )
         return products
+
+    def _relate(self, write: Tensor, beta: Tensor | None, lower: Tensor, attention: Tensor) -> None:
+        numbers = (self.scale, self.tokens, self.heads, *_steps(self.q, self.k, write, beta))
+        for kernel, levels in ((relate, {}), (relate_by_level, self.levels)):
+            self._launch(
+                kernel, self.places, numbers, K=self.key_dim, BEFORE=self.before,
+                COLUMNS=self._block(kernel, self.key_dim), **levels, **self.options,
+            )(
+                self.q, self.k, write, beta, self.sums, self.mild, self.cu_seqlens, self.sequence_of, lower, attention,
+            )  # fmt: skip
 
     def prepare(self, products: Tensor) -> _Chunks:
         queries, w, writes = (self._empty(self.chunk, self.key_dim) for _ in range(3))
@@ -265,30 +269,28 @@ class _Call:
         """The gradients of q, k and g, then of beta, write keys (with `own`) and value keys, where given."""
         d_q, d_k = self.q.new_empty(self.q.shape), self.k.new_empty(self.k.shape)
         d_g = self.k.new_empty(self.k.shape, dtype=torch.float32)
+        d_write = self.write.new_empty(self.write.shape) if own else None
+        d_value_key = None if self.value_key is None else self.value_key.new_empty(self.value_key.shape)
         columns = self._block(differentiate, self.key_dim)
         tiles = cdiv(self.key_dim, columns)
         d_beta = None if self.beta is None else d_g.new_empty((*self.beta.shape, tiles))
-        d_write = self.write.new_empty(self.write.shape) if own else None
-        d_value_key = None if self.value_key is None else self.value_key.new_empty(self.value_key.shape)
-        sequences = (self.q, self.k, self.v, self.write, self.beta, self.value_key)
-        self._launch(
-            differentiate, self.places * tiles, (self.scale, self.tokens, self.heads, self.size, *_steps(*sequences)),
-            K=self.key_dim, V=self.value_dim, BEFORE=self.before, COLUMNS=columns,
-            BLOCK_V=self._block(differentiate, self.value_dim, step=True), **self.options,
-        )(
-            *sequences, self.sums, self.mild, self.cu_seqlens, self.sequence_of, d_output, states, d_states, u,
-            d_errors, d_products, d_q, d_k, d_write, d_value_key, d_g, d_beta,
-        )  # fmt: skip
-        columns = self._block(differentiate_by_level, self.key_dim)
-        assert cdiv(self.key_dim, columns) == tiles
-        sequences = (self.q, self.k, self.write, self.beta, self.value_key)
-        self._launch(
-            differentiate_by_level, self.places * tiles, (self.tokens, self.heads, self.size, *_steps(*sequences)),
-            K=self.key_dim, BEFORE=self.before, COLUMNS=columns, **self.levels, **self.options,
-        )(
-            *sequences, self.sums, self.mild, self.cu_seqlens, self.sequence_of, d_products, d_q, d_k, d_write,
-            d_value_key, d_g, d_beta,
-        )  # fmt: skip
+        writes = [(self.write, self.beta, u, d_write, d_beta, False)]
+        if self.value_key is not None:
+            writes.append((self.value_key, None, self.v, d_value_key, None, True))
+        for n, (write, beta, values, d_write_key, d_part, added) in enumerate(writes):
+            inputs = (self.q, self.k, write, beta, self.sums, self.mild, self.cu_seqlens, self.sequence_of)
+            steps = _steps(self.q, self.k, write, beta)
+            of_products = (d_products[2 * n], d_products[2 * n + 1])
+            gradients = (d_q, d_k, d_write_key, d_g, d_part)
+            options = {"K": self.key_dim, "BEFORE": self.before, "COLUMNS": columns, **self.options}
+            self._launch(
+                differentiate, self.places * tiles,
+                (self.scale, self.tokens, self.heads, *steps, self.v.stride(1)), V=self.value_dim, VALUES=added,
+                BLOCK_V=self._block(differentiate, self.value_dim, step=True), **options,
+            )(*inputs, d_output, states, d_states, values, d_errors, *of_products, *gradients)  # fmt: skip
+            self._launch(
+                differentiate_by_level, self.places * tiles, (self.tokens, self.heads, *steps), **self.levels, **options
+            )(*inputs, *of_products, *gradients)
         d_beta = None if d_beta is None else d_beta.sum(-1).to(self.beta.dtype)
         return [d_q, d_k, d_g, *(x for x in (d_beta, d_write, d_value_key) if x is not None)]
 
