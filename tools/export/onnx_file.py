@@ -31,9 +31,8 @@ def write(module: nn.Module, example: tuple[Any, ...], path: Path, spec: FileSpe
     import onnx_ir
 
     axes = [dict(open_axes) for open_axes in spec.inputs.values()]
-    has_operators = spec.operators != "standard"
-    opset = operators.opset_of(spec.operators, spec.opset)
-    with export_forms(operators.FORMS if has_operators else {}):
+    opset = 27 if spec.operators == "opset27" else spec.opset
+    with export_forms({} if spec.operators == "standard" else operators.FORMS):
         captured = capture(module, example, axes)
     program = torch.onnx.export(
         captured,
@@ -61,7 +60,9 @@ def write(module: nn.Module, example: tuple[Any, ...], path: Path, spec: FileSpe
         model = program.model_proto
     _clean(model)
     _tie_rows(model, spec)
-    facts = {"opset": opset, **(operators.finish(model, spec.operators) if has_operators else {})}
+    facts: dict[str, Any] = {"opset": opset}
+    if spec.operators != "standard":
+        facts |= operators.finish(model, spec.operators)
     onnx.helper.set_model_props(model, encode({**spec.metadata, **facts}))
     model.producer_name = "longseq"
     onnx.save(model, str(path))

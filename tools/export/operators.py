@@ -23,18 +23,12 @@ from longseq.kernels.short_convolution.reference import convolve_each_way
 DOMAIN = "com.microsoft"
 # The first version of onnxruntime that runs the operators, by choice.
 FIRST_RUNTIME: Mapping[str, str] = MappingProxyType({"onnxruntime": "1.25.1", "opset27": "1.32.0"})
-# torch writes opsets up to 25. What it writes means the same in 27: in between, only Range changed, which took in the
-# half precisions.
+# torch writes opsets up to 25. Its operators are the same in 27: only Range changed, which now takes half precision.
 LARGEST_OPSET = 25
 RULES = {(False, False): "linear", (True, False): "gated", (False, True): "delta", (True, True): "gated_delta"}
 
 # Computes an operation from its arguments by keyword.
 Function = Callable[..., Any]
-
-
-def opset_of(choice: str, opset: int) -> int:
-    """The opset of a file with this choice of operators: `opset` if that does not decide it."""
-    return 27 if choice == "opset27" else opset
 
 
 def finish(model: Any, choice: str) -> dict[str, Any]:
