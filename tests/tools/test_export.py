@@ -170,8 +170,7 @@ def test_recurrences_in_both_directions_can_be_single_nodes(tmp_path: Path, caps
     need_operators("onnxruntime")
     model, path, images = build(VIM, "deltanet"), tmp_path / "model.onnx", probe_images(5, 1, 36, 36, pixels=False)
     export_image_classifier(model, path, data=DATA, operators="onnxruntime").print()
-    nodes = "operators of com.microsoft: 2 CausalConvWithState, 1 LinearAttention; for onnxruntime 1.25.1 or later"
-    assert nodes in capsys.readouterr().out
+    assert "operators of com.microsoft: 1 LinearAttention; for onnxruntime 1.25.1 or later" in capsys.readouterr().out
     call = onnx_file.open_file(path)
     with torch.no_grad():
         torch.testing.assert_close(call(images), model(images), atol=1e-4, rtol=0)

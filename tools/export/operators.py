@@ -2,23 +2,20 @@
 
 onnxruntime has the operators LinearAttention and CausalConvWithState in a domain of its own, and opset 27 of ONNX has
 the same two. Calls that they cannot express keep the standard form: decays of value channels, write keys other than
-the read keys, value keys, reads before the decay, and convolutions of padded rows.
+the read keys, value keys, reads before the decay. So do convolutions that begin without a state, where Conv is faster.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from longseq.kernels.reading import Reverse
 from longseq.kernels.recurrence import Sequences, run_padded, run_recurrence
-from longseq.kernels.short_convolution.reference import convolve_each_way
 
 DOMAIN = "com.microsoft"
 # The first version of onnxruntime that runs the operators, by choice.
@@ -63,7 +60,7 @@ def _attention(inputs: Sequences, state: Tensor | None, scale: float) -> tuple[T
 
 
 def _convolution(
-    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None, activation: str | None
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, activation: str | None
 ) -> tuple[Tensor, Tensor]:
     """A node CausalConvWithState from x [B, T, D], weight [D, W], bias [D] and state [B, D, W - 1].
 
@@ -121,30 +118,11 @@ def _attend_step(standard: Function, **arguments: Any) -> Any:
     return o.squeeze(1), state
 
 
-def _convolve(
-    standard: Function, x: Tensor, weight: Tensor, bias: Tensor | None, *, activation: str | None,
-    initial_state: Tensor | None, mask: Tensor | None, reverse: Reverse, **options: Any,
-) -> Any:  # fmt: skip
-    options |= {"activation": activation, "mask": mask}
-    if mask is not None:
-        return standard(x=x, weight=weight, bias=bias, initial_state=initial_state, reverse=reverse, **options)
-    if weight.dim() == 3:
-        return convolve_each_way(partial(_convolve, standard), x, weight, bias, initial_state, **options)
-
-    def core(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
-        return _convolution(sequences[0], weight, bias, None if initial_state is None else state, activation)
-
-    return run_recurrence(
-        core,
-        (x,),
-        initial_state,
-        (weight.shape[0], weight.shape[1] - 1),
-        output_dtype=x.dtype,
-        output_final_state=options["output_final_state"],
-        cu_seqlens=None,
-        unpack=run_padded,
-        reverse=reverse,
-    )
+def _convolve(standard: Function, **arguments: Any) -> Any:
+    if arguments["initial_state"] is None or arguments["mask"] is not None or arguments["reverse"]:
+        return standard(**arguments)
+    y, final = _convolution(*(arguments[name] for name in ("x", "weight", "bias", "initial_state", "activation")))
+    return y, final if arguments["output_final_state"] else None
 
 
 def _convolve_step(
