@@ -3,8 +3,10 @@
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -181,6 +183,20 @@ def _without_record(run: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+# What exports trace in place of operations, by operation or step.
+_EXPORT_FORMS: ContextVar[Mapping[str, Callable[..., Any]]] = ContextVar("export forms", default=MappingProxyType({}))
+
+
+@contextmanager
+def export_forms(forms: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Inside, exports trace `forms[op](function, **arguments)` where the backend's `function` would compute `op`."""
+    token = _EXPORT_FORMS.set(forms)
+    try:
+        yield
+    finally:
+        _EXPORT_FORMS.reset(token)
+
+
 def _find_reasons(op: str, backend: Backend, call: Call) -> list[str]:
     """The backend's own reasons, or else the reasons of the self-test that Triton kernels must pass."""
     reasons = backend.reasons(call)
@@ -207,7 +223,8 @@ def select(op: str, name: str, call: Call) -> Callable[..., Any]:
     for backend in candidates:
         reasons = _find_reasons(op, backend, call)
         if not reasons:
-            return backend.function
+            form = _EXPORT_FORMS.get().get(op) if call.exporting else None
+            return backend.function if form is None else partial(form, backend.function)
         refusals.append(f"backend {backend.name!r} of {op} cannot run: {'; '.join(reasons)}")
     raise ValueError(". ".join(refusals))
 

@@ -166,6 +166,11 @@ class Export(FromCheckpoint):
     dynamic_length: bool = key(False, "of language models: reads whole texts; false: one token and a state")
     max_length: Count = key(2048, "of language models with dynamic_length: the longest text")
     opset: int = key(20, "of ONNX", ge=18, le=25)
+    operators: Literal["standard", "onnxruntime", "opset27"] = key(
+        "standard",
+        "of ONNX: onnxruntime writes recurrences as nodes of onnxruntime 1.25.1 and later, opset27 as nodes of ONNX's "
+        "opset 27, for onnxruntime 1.32",
+    )
     batch_sizes: Annotated[list[Count], Field(min_length=1)] = key(
         [1, 3, 8], "batch sizes for the comparison with the model"
     )

@@ -1,19 +1,20 @@
 """The short convolution and the features of queries, keys and values, as two operations in turn."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from longseq.kernels.head_features.features import head_features_torch
 from longseq.kernels.precision import compute_dtype
-from longseq.kernels.short_convolution.chunk import short_convolution_chunk
+from longseq.kernels.short_convolution import short_convolution
 from longseq.kernels.short_convolution.reference import short_convolution_reference
 
 
 def convolved_features_torch(x: Tensor, weight: Tensor, **options: Any) -> tuple[Tensor | None, ...]:
     """`convolved_features` by torch's convolution."""
-    return _compose(short_convolution_chunk, x, weight, **options)
+    return _compose(partial(short_convolution, backend="torch"), x, weight, **options)
 
 
 def convolved_features_reference(x: Tensor, weight: Tensor, **options: Any) -> tuple[Tensor | None, ...]:

@@ -1,16 +1,19 @@
-"""One program of torch.export for the two formats that begin with it."""
+"""One program of torch.export for the two formats that begin with it, and the runtime that a file's operators need."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import onnxruntime
 import pytest
 import torch
+from packaging.version import Version
 from torch import nn
 
 from longseq.tools.export import onnx_file, pt2_file
 from longseq.tools.export.graph import capture
+from longseq.tools.export.operators import FIRST_RUNTIME
 
 
 def share_program(patch: pytest.MonkeyPatch) -> None:
@@ -26,3 +29,9 @@ def share_program(patch: pytest.MonkeyPatch) -> None:
 
     for format in (onnx_file, pt2_file):
         patch.setattr(format, "capture", capture_once)
+
+
+def need_operators(choice: str) -> None:
+    """Skip a test if this onnxruntime does not have the operators that an export with operators=`choice` writes."""
+    if Version(onnxruntime.__version__) < Version(FIRST_RUNTIME[choice]):
+        pytest.skip(f"operators={choice} needs onnxruntime {FIRST_RUNTIME[choice]}")

@@ -15,7 +15,7 @@ import pytest
 import timm
 import torch
 from cases import cases
-from export_programs import share_program
+from export_programs import need_operators, share_program
 from PIL import Image
 from torch import Tensor, nn
 
@@ -163,6 +163,18 @@ def test_dynamic_resolution(
         path = tmp_path / ("model" + SUFFIXES[format])
         export_image_classifier(model, path, format=format, data=DATA, dynamic_resolution=True, batch_sizes=(1, 3))
         torch.testing.assert_close(FORMATS[format].open_file(path)(images), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.slow
+def test_recurrences_in_both_directions_can_be_single_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    need_operators("onnxruntime")
+    model, path, images = build(VIM, "deltanet"), tmp_path / "model.onnx", probe_images(5, 1, 36, 36, pixels=False)
+    export_image_classifier(model, path, data=DATA, operators="onnxruntime").print()
+    assert "operators of com.microsoft: 1 LinearAttention; for onnxruntime 1.25.1 or later" in capsys.readouterr().out
+    call = onnx_file.open_file(path)
+    with torch.no_grad():
+        torch.testing.assert_close(call(images), model(images), atol=1e-4, rtol=0)
+    assert call(images[:0]).shape == (0, 5)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from export_programs import share_program
+from export_programs import need_operators, share_program
 from representatives import REPRESENTATIVES
 from torch import Tensor, nn
 
@@ -76,6 +76,14 @@ def test_files_read_padded_documents_of_any_number_and_length(
 ) -> None:
     model = build("+".join(mixers), depth=len(mixers), direction=direction)
     check_file(model, tmp_path / "model.pt", "torchscript")
+
+
+@pytest.mark.slow
+def test_recurrences_over_padded_documents_can_be_single_nodes(tmp_path: Path) -> None:
+    need_operators("onnxruntime")
+    path = tmp_path / "model.onnx"
+    check_file(build(direction="bidirectional"), path, "onnx", operators="onnxruntime")
+    assert "LinearAttention" in [node.op_type for node in onnx.load(str(path)).graph.node]
 
 
 class EveryPooling(nn.Module):

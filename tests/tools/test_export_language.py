@@ -15,6 +15,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from export_programs import need_operators
 from hydra import compose, initialize_config_module
 from loop_mixers import Mean
 from representatives import REPRESENTATIVES
@@ -120,6 +121,36 @@ def test_one_file_reads_the_prompt_and_another_goes_on(tmp_path: Path) -> None:
     _, values = read(tokens[:, :8], [state.starts(3) for state in state_spec(model, 80)])
     logits, _ = step(tokens[:, 8], values)
     torch.testing.assert_close(logits, model(tokens)[0][:, 8], atol=1e-4, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("choice", "domain", "opset", "runtime"),
+    [("onnxruntime", "com.microsoft", 20, "1.25.1"), ("opset27", "", 27, "1.32.0")],
+)
+def test_recurrences_can_be_single_nodes(choice: str, domain: str, opset: int, runtime: str, tmp_path: Path) -> None:
+    """Decays of heads and of key channels, and none; RG-LRU's decays of value channels stay a graph."""
+    need_operators(choice)
+    model = build("linear_attention+mamba2+kda+rg_lru")
+    tokens = torch.randint(11, (3, 75))
+    with torch.no_grad():
+        expected, _ = model(tokens)
+    path, values = tmp_path / "model.onnx", [state.starts(3) for state in state_spec(model)]
+    reads = choice == "onnxruntime"
+    call = check_file(model, path, "onnx", operators=choice, dynamic_length=reads)
+    file = onnx.load(str(path))
+    onnx.checker.check_model(file)
+    assert {entry.domain: entry.version for entry in file.opset_import}[""] == opset
+    facts = {entry.key: entry.value for entry in file.metadata_props}
+    assert facts["onnxruntime"] == runtime
+    nodes = json.loads(facts["operators"])
+    assert nodes == {"LinearAttention": 3, "CausalConvWithState": 3}
+    assert {(node.op_type, node.domain) for node in file.graph.node} >= {(name, domain) for name in nodes}
+    found = []
+    for piece in tokens.split([1, 70, 4], dim=1) if reads else tokens.unbind(1):
+        logits, values = call(piece, values)
+        found.append(logits if reads else logits.unsqueeze(1))
+    torch.testing.assert_close(torch.cat(found, dim=1), expected, atol=1e-3, rtol=0)
 
 
 @pytest.mark.slow
@@ -246,7 +277,12 @@ def test_a_program_without_longseq_continues_a_text_as_generate_does(
     save_model(tmp_path / "model", mixer, kind, vocab_size)
     output = tmp_path / "step.onnx"
     words = (f"checkpoint={tmp_path / 'model'}", f"output={output}", "latency=false", "batch_sizes=[1]")
-    assert run(compose_verb("export", *words, "max_length=90")).path == output
+    if mixer == "deltanet":
+        need_operators("onnxruntime")
+        words += ("operators=onnxruntime",)
+    report = run(compose_verb("export", *words, "max_length=90"))
+    assert report.path == output
+    assert ("operators" in report.metadata) == (mixer == "deltanet")
     prompt = "so été it"
     chosen = ("temperature=0", "max_new_tokens=40", "device=cpu")
     (wanted,) = generate.run(

@@ -56,6 +56,7 @@ def run(cfg: DictConfig) -> ExportReport:
         format=format,
         data=loaded.data,
         opset=keys.opset,
+        operators=keys.operators,
         batch_sizes=keys.batch_sizes,
         tolerance=keys.tolerance,
         measure_latency=keys.latency,

@@ -103,7 +103,7 @@ def write_checked(
     with tempfile.TemporaryDirectory(prefix=".partial.", dir=target.parent) as folder:
         partial = Path(folder, target.name)
         with quiet():
-            FORMATS[format].write(module, example, partial, spec)
+            metadata = {**spec.metadata, **(FORMATS[format].write(module, example, partial, spec) or {})}
             call = FORMATS[format].open_file(partial)
             comparisons = compare(call)
             if timed is not None:
@@ -116,7 +116,7 @@ def write_checked(
                 )
         written = sorted(Path(folder).iterdir())
         size = sum(path.stat().st_size for path in written)
-        facts = {"file": target.name, "sha256": sha256(partial), **spec.metadata}
+        facts = {"file": target.name, "sha256": sha256(partial), **metadata}
         described = Path(folder, f"{target.name}.json")
         described.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
         for path in (*written, described):
@@ -129,7 +129,7 @@ def write_checked(
         seconds=time.perf_counter() - started,
         size=size,
         comparisons=comparisons,
-        metadata=spec.metadata,
+        metadata=metadata,
         model_ms=model_ms,
         file_ms=file_ms,
     )

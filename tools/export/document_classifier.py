@@ -66,6 +66,7 @@ def export_document_classifier(
     format: str = "onnx",
     data: Mapping[str, Any] = MappingProxyType({}),
     opset: int = 20,
+    operators: str = "standard",
     batch_sizes: Sequence[int] = (1, 3, 8),
     tolerance: float = 1e-4,
     measure_latency: bool = False,
@@ -81,6 +82,7 @@ def export_document_classifier(
     of its documents (see `longseq.tasks.document.config.DocumentInfo`); class names, tokenizer and truncation become
     metadata, with which a program without longseq classifies text.
 
+    `operators` of ONNX is standard, onnxruntime or opset27 (see `longseq.tools.export.operators`).
     `longseq.tools.export.parity.compare` defines how far the file may be from the model, in the logarithms of
     probabilities.
 
@@ -110,6 +112,7 @@ def export_document_classifier(
         outputs=("probabilities",),
         metadata=document_metadata(copied, data, extra=extra_metadata),
         opset=opset,
+        operators=operators,
         reads=[*compared, *no_rows(module, example)],
     )
     whole = traced[:1], torch.tensor([traced.shape[1]])

@@ -21,7 +21,10 @@ class FileFormat(Protocol):
     """
 
     def write(self, module: nn.Module, example: tuple[Any, ...], path: Path, spec: FileSpec) -> Any:
-        """Write a module to `path`; files that belong to it go into the same folder."""
+        """Write a module to `path`; files that belong to it go into the same folder.
+
+        Returns a mapping of metadata in addition to those of `spec`, or None.
+        """
 
     def open_file(self, path: Path) -> Callable[..., Any]:
         """The file as a function like the module, on the CPU; the export compares it with the module."""

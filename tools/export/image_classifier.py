@@ -99,6 +99,7 @@ def export_image_classifier(
     softmax: bool = False,
     dynamic_resolution: bool = False,
     opset: int = 20,
+    operators: str = "standard",
     batch_sizes: Sequence[int] = (1, 3, 8),
     tolerance: float = 1e-4,
     measure_latency: bool = False,
@@ -112,6 +113,7 @@ def export_image_classifier(
     interpolation, crop_pct, crop_mode, class_names; multi_label and thresholds of decisions); missing entries are those
     that the model states. With multi_label, the probabilities of a row are each label's own.
 
+    `operators` of ONNX is standard, onnxruntime or opset27 (see `longseq.tools.export.operators`).
     `longseq.tools.export.parity.compare` defines how far the file may be from the model.
 
     Raises:
@@ -154,6 +156,7 @@ def export_image_classifier(
         outputs=("probabilities" if softmax else "logits",),
         metadata=classifier_metadata(model, data, preprocess=preprocess, softmax=softmax, extra=extra),
         opset=opset,
+        operators=operators,
         reads=[*probes, *no_rows(module, example)],
     )
     return write_checked(

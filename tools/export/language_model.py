@@ -70,6 +70,7 @@ def export_language_model(
     dynamic_length: bool = False,
     max_length: int = 2048,
     opset: int = 20,
+    operators: str = "standard",
     batch_sizes: Sequence[int] = (1, 3, 8),
     tolerance: float = 1e-4,
     measure_latency: bool = False,
@@ -86,6 +87,7 @@ def export_language_model(
     The file is written in float32 from a copy on the CPU; the model does not change. `data` is what a checkpoint knows
     of its text (see `longseq.tasks.text.tokenizer.TextInfo`).
 
+    `operators` of ONNX is standard, onnxruntime or opset27 (see `longseq.tools.export.operators`).
     `longseq.tools.export.parity.compare` defines how far the file may be from the model.
 
     Raises:
@@ -126,6 +128,7 @@ def export_language_model(
             model, data, states, limit=limit, dynamic_length=dynamic_length, extra=extra_metadata
         ),
         opset=opset,
+        operators=operators,
         reads=no_rows(module, example),
     )
     read: Reader = _read_pieces if dynamic_length else _read_one_by_one

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from longseq.kernels.dispatch import export_forms
+from longseq.tools.export import operators
 from longseq.tools.export.graph import arrange, capture
 from longseq.tools.export.metadata import encode
 from longseq.tools.export.spec import FileSpec
@@ -19,23 +21,27 @@ from longseq.tools.export.spec import FileSpec
 LARGEST_WEIGHTS = 2**31 - 64 * 2**20
 
 
-def write(module: nn.Module, example: tuple[Any, ...], path: Path, spec: FileSpec) -> None:
+def write(module: nn.Module, example: tuple[Any, ...], path: Path, spec: FileSpec) -> dict[str, Any]:
     """Write `module` to `path`, with named inputs, outputs and open axes, and the metadata as its properties.
 
+    Returns what the file's metadata have beyond those of `spec`: the opset, and the operators with their runtime.
     Weights above LARGEST_WEIGHTS go to the file PATH.data, which runtimes find in the same folder.
     """
     import onnx
     import onnx_ir
 
     axes = [dict(open_axes) for open_axes in spec.inputs.values()]
+    opset = 27 if spec.operators == "opset27" else spec.opset
+    with export_forms({} if spec.operators == "standard" else operators.FORMS):
+        captured = capture(module, example, axes)
     program = torch.onnx.export(
-        capture(module, example, axes),
+        captured,
         example,
         dynamo=True,
         dynamic_shapes=arrange(axes, example),
         input_names=list(spec.inputs),
         output_names=list(spec.outputs),
-        opset_version=spec.opset,
+        opset_version=min(opset, operators.LARGEST_OPSET),
         custom_translation_table={
             torch.ops.aten.scalar_tensor.default: _number,
             torch.ops.aten.group_norm.default: _group_norm,
@@ -54,9 +60,13 @@ def write(module: nn.Module, example: tuple[Any, ...], path: Path, spec: FileSpe
         model = program.model_proto
     _clean(model)
     _tie_rows(model, spec)
-    onnx.helper.set_model_props(model, encode({**spec.metadata, "opset": spec.opset}))
+    facts: dict[str, Any] = {"opset": opset}
+    if spec.operators != "standard":
+        facts |= operators.finish(model, spec.operators)
+    onnx.helper.set_model_props(model, encode({**spec.metadata, **facts}))
     model.producer_name = "longseq"
     onnx.save(model, str(path))
+    return facts
 
 
 def _number(s: float, dtype: int = 1) -> Any:

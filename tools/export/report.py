@@ -47,6 +47,10 @@ class ExportReport:
             console.print(f"one {self.unit}: model {self.model_ms:.1f} ms, file {self.file_ms:.1f} ms")
         size = f"{self.size / 2**20:.1f} MiB"
         console.print(f"{self.format}: {self.path} ({size}, written and checked in {self.seconds:.0f} s)")
+        if (nodes := self.metadata.get("operators")) is not None:
+            named = ", ".join(f"{count} {name}" for name, count in nodes.items()) or "none"
+            domain, runtime = self.metadata["operators_domain"], self.metadata["onnxruntime"]
+            console.print(f"operators of {domain}: {named}; for onnxruntime {runtime} or later")
         if "preparation" in self.metadata:
             prepare, source = self.metadata["preparation"], self.metadata["source"]
             console.print(f"warning: the file needs texts that are prepared as data.source={source} does: {prepare}")

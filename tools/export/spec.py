@@ -11,6 +11,7 @@ from typing import Any
 class FileSpec:
     """Names of inputs and outputs in order, the open axes of each input by index, metadata, and the opset of ONNX.
 
+    `operators`: of ONNX; standard, or as in `longseq.tools.export.operators` onnxruntime or opset27.
     `reads`: further arguments that a file must take as the model does, such as an empty batch or small images.
     """
 
@@ -19,3 +20,4 @@ class FileSpec:
     metadata: Mapping[str, Any]
     opset: int
     reads: Sequence[tuple[Any, ...]] = ()
+    operators: str = "standard"
