@@ -17,7 +17,7 @@ single token, and all pairs are sorted by level.
 
 The gradient of b_i is q_i d_q_i + r_i d_r_i - w_i d_w_i - a_i d_a_i, the gradient of a gate the sum of these from its
 token to the end of the chunk, where the state's decay e^{b_C} is added. A pair of tokens after the gate has no part in
-it: its two terms cancel, because both are products of the same rounded numbers.
+it: its two terms cancel but for float32's rounding, because both are products of the same rounded numbers.
 
 Tensors of [slots, H, rows, columns] are contiguous. `place` is the number of a chunk of a head.
 """
