@@ -1,11 +1,11 @@
 """Triton kernels of the delta rule with decays per key channel, value keys or reads before the decay.
 
 The formulas and letters are those of chunk.py: L, A, M and N are products of the tokens of a chunk, X = (I + L)^{-1},
-and U is what is written. `sum_gates` computes b, `relate` L, A, M and N, `invert` X, and `prepare` what a walk reads:
+and U is what is written. `sum_gates` computes b, `relate` L, A, M and N, and `prepare` X and what a walk reads:
 W = -X (e^c ⊙ R), X V (with value keys -X M V), queries e^b ⊙ Q, writes e^{b_C - b} ⊙ W and value keys decayed likewise.
-`walk` passes the state from chunk to chunk, U = X V + W S, and `read` computes the outputs. Backward, `retreat` passes
-the gradient of the state from the last chunk to the first, `differentiate_products` computes the gradients of L, A, M
-and N, and `differentiate` those of the inputs.
+`walk` passes the state from chunk to chunk, U = X V + W S, and computes the outputs. Backward, it walks again for the
+states, `retreat` passes the gradient of the state from the last chunk to the first, `differentiate_products` computes
+the gradients of L, A, M and N, and `differentiate` those of the inputs.
 
 The decay between two tokens is e^{b_i - b_j}. As two factors, one for each token, it could leave float32's range. So a
 chunk has blocks of 2^n tokens, n = 0 or at least 3, the largest over which no channel decays by more than 2^-LIMIT: b
@@ -210,31 +210,16 @@ def relate_by_level(
 
 
 @triton.jit(do_not_specialize=SIZES)
-def invert(
-    lower, cu_seqlens, sequence_of, inverse, T, H,
-    REVERSE: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """X = (I + L)^{-1} of each chunk and head."""
-    place = tl.program_id(0).to(tl.int64)
-    _, _, live = chunk(place // H, T, cu_seqlens, sequence_of, cu_seqlens is not None, CHUNK, REVERSE)
-    HALVES: tl.constexpr = inverse.dtype.element_ty == tl.bfloat16
-    place *= CHUNK * CHUNK
-    matrix = load_block(lower + place, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
-    x = unit_lower_inverse(matrix, live, CHUNK, HALVES)
-    if HALVES:
-        if inverse_size(tl.max(tl.abs(matrix), 1), x) > MILD:
-            x = eliminate(matrix, CHUNK)
-    store_block(inverse + place, 0, 0, x, CHUNK, CHUNK, CHUNK, CHUNK)
-
-
-@triton.jit(do_not_specialize=SIZES)
 def prepare(
-    q, k, v, write, beta, value_key, sums, cu_seqlens, sequence_of, products, queries, w, offered, writes, added, whole,
-    scale, T, H, size, q_token, k_token, v_token, write_token, beta_token, value_token,
+    q, k, v, write, beta, value_key, sums, cu_seqlens, sequence_of, lower, inverse, lower_values, queries, w, offered,
+    writes, added, whole, scale, T, H, q_token, k_token, v_token, write_token, beta_token, value_token,
     K: tl.constexpr, V: tl.constexpr, BEFORE: tl.constexpr,
     REVERSE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """What a walk reads of each chunk and head: W, X V, and queries, writes and value keys with their decays."""
+    """What a walk reads of each chunk and head: W, X V, and queries, writes and value keys with their decays.
+
+    X is computed from L, if L is given, and stored.
+    """
     place = tl.program_id(0).to(tl.int64)
     slot, head = place // H, place % H
     row, t, live = chunk(slot, T, cu_seqlens, sequence_of, cu_seqlens is not None, CHUNK, REVERSE)
@@ -249,11 +234,20 @@ def prepare(
     if value_key is not None:
         value_key += t * value_token + head * K
     sums += place * CHUNK * K
-    products += place * CHUNK * CHUNK
     own = place * CHUNK * K
-    TILE: tl.constexpr = products.dtype.element_ty
+    TILE: tl.constexpr = inverse.dtype.element_ty
+    HALVES: tl.constexpr = inverse.dtype.element_ty == tl.bfloat16
     i = tl.arange(0, CHUNK)
-    x = load_block(products, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
+    if lower is not None:
+        matrix = load_block(lower + place * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
+        x = unit_lower_inverse(matrix, live, CHUNK, HALVES)
+        if HALVES:
+            if inverse_size(tl.max(tl.abs(matrix), 1), x) > MILD:
+                x = eliminate(matrix, CHUNK)
+        x = x.to(TILE)
+        store_block(inverse + place * CHUNK * CHUNK, 0, 0, x, CHUNK, CHUNK, CHUNK, CHUNK)
+    else:
+        x = load_block(inverse + place * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
     for column in tl.static_range(0, K, COLUMNS):
         until = load_sums(sums, i, column, K, COLUMNS)
         e = column + tl.arange(0, COLUMNS)
@@ -275,7 +269,7 @@ def prepare(
     for column in tl.static_range(0, V, COLUMNS):
         values = load_tokens(v, v_token * NEXT, live, column, V, CHUNK, COLUMNS).to(TILE)
         if value_key is not None:
-            m = load_block(products + 2 * size, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
+            m = load_block(lower_values + place * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
             values = (-tl.dot(m, values, input_precision=PRECISION)).to(TILE)
         given = tl.dot(x, values, input_precision=PRECISION)
         store_block(offered + place * CHUNK * V, 0, column, given, CHUNK, V, CHUNK, COLUMNS)
@@ -283,11 +277,12 @@ def prepare(
 
 @triton.jit(do_not_specialize=SIZES)
 def walk(
-    v, cu_seqlens, w, offered, writes, added, whole, first, states, u, last, T, H, v_token,
-    K: tl.constexpr, V: tl.constexpr,
-    REVERSE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    v, cu_seqlens, attention, attention_values, queries, w, offered, writes, added, whole, first, states, u, last,
+    output, T, H, v_token,
+    K: tl.constexpr, V: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """The states of one head of one sequence before each chunk in BLOCK_V value columns, and U."""
+    """The outputs of one head of one sequence in BLOCK_V value columns, or the states before each chunk and U."""
     tiles: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     column = (tl.program_id(0) % tiles) * BLOCK_V
     head = (tl.program_id(0) // tiles % H).to(tl.int64)
@@ -302,50 +297,34 @@ def walk(
         state = load_block(first + (n * H + head) * K * V, 0, column, K, V, BLOCK_K, BLOCK_V).to(tl.float32)
     for m in range(0, tl.cdiv((end - start).to(tl.int32), CHUNK)):
         place = (slot + m) * H + head
+        t = token_after(m * CHUNK, start, end, REVERSE)
+        live = end - start - m * CHUNK
         tile = state.to(TILE)
-        store_block(states + place * K * V, 0, column, tile, K, V, BLOCK_K, BLOCK_V)
         erased = load_block(w + place * CHUNK * K, 0, 0, CHUNK, K, CHUNK, BLOCK_K)
         written = load_block(offered + place * CHUNK * V, 0, column, CHUNK, V, CHUNK, BLOCK_V).to(tl.float32)
         written = tl.dot(erased, tile, written, input_precision=PRECISION).to(TILE)
-        store_block(u + place * CHUNK * V, 0, column, written, CHUNK, V, CHUNK, BLOCK_V)
+        if output is None:
+            store_block(states + place * K * V, 0, column, tile, K, V, BLOCK_K, BLOCK_V)
+            store_block(u + place * CHUNK * V, 0, column, written, CHUNK, V, CHUNK, BLOCK_V)
+        else:
+            query = load_block(queries + place * CHUNK * K, 0, 0, CHUNK, K, CHUNK, BLOCK_K)
+            among = load_block(attention + place * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
+            o = tl.dot(query, tile, input_precision=PRECISION)
+            o = tl.dot(among, written, o, input_precision=PRECISION)
+            if added is not None:
+                among = load_block(attention_values + place * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
+                values = load_tokens(v + t * v_token, v_token * NEXT, live, column, V, CHUNK, BLOCK_V).to(TILE)
+                o = tl.dot(among, values, o, input_precision=PRECISION)
+            outputs = output + ((row * T + t) * H + head) * V
+            store_tokens(outputs, H * V * NEXT, live, column, o, V, CHUNK, BLOCK_V)
         state *= tl.load(whole + place * K + e, mask=e < K, other=0.0)[:, None]
         keys = load_block(writes + place * CHUNK * K, 0, 0, CHUNK, K, CHUNK, BLOCK_K)
         state = tl.dot(tl.trans(keys), written, state, input_precision=PRECISION)
         if added is not None:
-            t = token_after(m * CHUNK, start, end, REVERSE)
             keys = load_block(added + place * CHUNK * K, 0, 0, CHUNK, K, CHUNK, BLOCK_K)
-            values = load_tokens(v + t * v_token, v_token * NEXT, end - start - m * CHUNK, column, V, CHUNK, BLOCK_V)
-            state = tl.dot(tl.trans(keys), values.to(TILE), state, input_precision=PRECISION)
+            values = load_tokens(v + t * v_token, v_token * NEXT, live, column, V, CHUNK, BLOCK_V).to(TILE)
+            state = tl.dot(tl.trans(keys), values, state, input_precision=PRECISION)
     store_block(last + (n * H + head) * K * V, 0, column, state, K, V, BLOCK_K, BLOCK_V)
-
-
-@triton.jit(do_not_specialize=SIZES)
-def read(
-    v, cu_seqlens, sequence_of, products, queries, states, u, output, T, H, size, v_token,
-    K: tl.constexpr, V: tl.constexpr, REVERSE: tl.constexpr,
-    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """The outputs of a chunk and head in BLOCK_V value columns."""
-    tiles: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
-    column = (tl.program_id(0) % tiles) * BLOCK_V
-    place = (tl.program_id(0) // tiles).to(tl.int64)
-    slot, head = place // H, place % H
-    row, t, live = chunk(slot, T, cu_seqlens, sequence_of, cu_seqlens is not None, CHUNK, REVERSE)
-    NEXT = direction(REVERSE)
-    t += row * T
-    products += place * CHUNK * CHUNK
-    TILE: tl.constexpr = products.dtype.element_ty
-    query = load_block(queries + place * CHUNK * K, 0, 0, CHUNK, K, CHUNK, BLOCK_K)
-    state = load_block(states + place * K * V, 0, column, K, V, BLOCK_K, BLOCK_V)
-    o = tl.dot(query, state, input_precision=PRECISION)
-    among = load_block(products + size, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
-    written = load_block(u + place * CHUNK * V, 0, column, CHUNK, V, CHUNK, BLOCK_V)
-    o = tl.dot(among, written, o, input_precision=PRECISION)
-    if v is not None:
-        among = load_block(products + 3 * size, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
-        values = load_tokens(v + t * v_token + head * V, v_token * NEXT, live, column, V, CHUNK, BLOCK_V).to(TILE)
-        o = tl.dot(among, values, o, input_precision=PRECISION)
-    store_tokens(output + (t * H + head) * V, H * V * NEXT, live, column, o, V, CHUNK, BLOCK_V)
 
 
 @triton.jit(do_not_specialize=SIZES)

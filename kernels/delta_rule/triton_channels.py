@@ -18,9 +18,7 @@ from longseq.kernels.delta_rule.triton_channel_passes import (
     differentiate,
     differentiate_by_level,
     differentiate_products,
-    invert,
     prepare,
-    read,
     relate,
     relate_by_level,
     retreat,
@@ -48,10 +46,10 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
         "sum_gates": Launch(0, 0, 4, 1),
         "relate": Launch(64, 0, 8, 1) if width == 64 else Launch(64, 0, 4, 1),
         "relate_by_level": Launch(64, 0, 4, 1),
-        "invert": Launch(0, 0, 4, 1),
         "prepare": Launch(64, 0, 4, 1) if width == 64 else Launch(128, 0, 8, 1),
-        "walk": Launch(64, 0, 4, 3) if width == 64 else Launch(64, 0, 4, 2),
-        "read": Launch(128, 0, 4, 1),
+        "prepare_inverse": Launch(64, 0, 4, 1),
+        "walk": Launch(64, 0, 4, 2) if width == 64 else Launch(128, 0, 8, 2),
+        "walk_for_states": Launch(64, 0, 4, 3) if width == 64 else Launch(64, 0, 4, 2),
         "retreat": Launch(64, 0, 4, 2) if width == 64 else Launch(128, 0, 8, 2),
         "differentiate_products": Launch(128, 0, 4, 1),
         "differentiate": Launch(64, 64, 8, 1),
@@ -64,10 +62,10 @@ LAUNCHES |= {
         "sum_gates": Launch(0, 0, 4, 1),
         "relate": Launch(32, 0, 4, 1),
         "relate_by_level": Launch(32, 0, 4, 1),
-        "invert": Launch(0, 0, 4, 1),
         "prepare": Launch(32, 0, 4, 1),
+        "prepare_inverse": Launch(32, 0, 4, 1),
         "walk": Launch(32, 0, 4, 1),
-        "read": Launch(32, 0, 4, 1),
+        "walk_for_states": Launch(32, 0, 4, 1),
         "retreat": Launch(32, 0, 4, 1),
         "differentiate_products": Launch(32, 0, 4, 1),
         "differentiate": Launch(32, 32, 4, 1),
@@ -101,11 +99,15 @@ class _Chunks(NamedTuple):
     whole: Tensor  # e^{b_C}
 
 
+# Triton's interpreter multiplies the bits of bfloat16 as if they were integers. Kernels are interpreted or compiled
+# as the environment says at their import.
+HALF_TILE = torch.float32 if is_emulated() else torch.bfloat16
+
+
 def _tile(v: Tensor) -> tuple[torch.dtype, int, str]:
     """The type of matrix products, the tokens of a chunk, and the precision of products."""
     if v.dtype == torch.bfloat16:
-        # Triton's interpreter multiplies the bits of bfloat16 as if they were integers.
-        return torch.float32 if is_emulated() else torch.bfloat16, 64, "tf32"
+        return HALF_TILE, 64, "tf32"
     return torch.float32, 32, "tf32" if v.dtype == torch.float16 else "tf32x3"
 
 
@@ -133,12 +135,14 @@ class _Call:
         self.walks = self.sequences * self.heads
         self.sums, self.mild = self._sum_gates(g)
 
-    def _launch(self, kernel: Any, programs: int, numbers: tuple[float, ...], **constants: Any) -> Any:
-        launch = self.launches[kernel.__name__]
+    def _launch(
+        self, kernel: Any, programs: int, numbers: tuple[float, ...], name: str | None = None, **constants: Any
+    ) -> Any:
+        launch = self.launches[name or kernel.__name__]
         return find_launch(kernel, self.k.device, programs, numbers, **constants, **launch.options)
 
-    def _block(self, kernel: Any, width: int, step: bool = False) -> int:
-        launch = self.launches[kernel.__name__]
+    def _block(self, name: str, width: int, step: bool = False) -> int:
+        launch = self.launches[name]
         return min(launch.step if step else launch.block, block_width(width, ROW[self.dtype.itemsize]))
 
     def _empty(self, *sizes: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -149,14 +153,14 @@ class _Call:
         """A float32 tensor with a state for each sequence."""
         return self.k.new_empty((self.sequences, self.heads, self.key_dim, self.value_dim), dtype=torch.float32)
 
-    def _by_value(self, kernel: Any) -> dict[str, int]:
+    def _by_value(self, name: str) -> dict[str, int]:
         """The widths of a kernel whose programs have some value columns."""
         widths = {
             "K": self.key_dim,
             "V": self.value_dim,
             "BLOCK_K": block_width(self.key_dim, ROW[self.dtype.itemsize]),
         }
-        return {**widths, "BLOCK_V": self._block(kernel, self.value_dim), **self.options}
+        return {**widths, "BLOCK_V": self._block(name, self.value_dim), **self.options}
 
     def _sum_gates(self, g: Tensor | None) -> tuple[Tensor, Tensor]:
         """b [slots, H, C, K], and the sizes of blocks, n."""
@@ -171,65 +175,63 @@ class _Call:
         )(g, self.cu_seqlens, self.sequence_of, sums, mild)  # fmt: skip
         return sums, mild
 
-    def relate(self) -> Tensor:
-        """X and A, and with value keys M and N, [2 or 4, slots, H, C, C]."""
+    def relate(self) -> tuple[Tensor, Tensor]:
+        """L, and A in the second place of what becomes X and A, with value keys X, A, M and N [4, slots, H, C, C]."""
         lower = self._empty(self.chunk, self.chunk, dtype=torch.float32)
         products = lower.new_empty((2 if self.value_key is None else 4, *lower.shape), dtype=self.dtype)
         self._relate(self.write, self.beta, lower, products[1])
         if self.value_key is not None:
             self._relate(self.value_key, None, products[2], products[3])
-        self._launch(invert, self.places, (self.tokens, self.heads), **self.layout)(
-            lower, self.cu_seqlens, self.sequence_of, products
-        )
-        return products
+        return lower, products
 
     def _relate(self, write: Tensor, beta: Tensor | None, lower: Tensor, attention: Tensor) -> None:
         numbers = (self.scale, self.tokens, self.heads, *_steps(self.q, self.k, write, beta))
         for kernel, levels in ((relate, {}), (relate_by_level, self.levels)):
             self._launch(
                 kernel, self.places, numbers, K=self.key_dim, BEFORE=self.before,
-                COLUMNS=self._block(kernel, self.key_dim), **levels, **self.options,
+                COLUMNS=self._block(kernel.__name__, self.key_dim), **levels, **self.options,
             )(
                 self.q, self.k, write, beta, self.sums, self.mild, self.cu_seqlens, self.sequence_of, lower, attention,
             )  # fmt: skip
 
-    def prepare(self, products: Tensor) -> _Chunks:
+    def prepare(self, products: Tensor, lower: Tensor | None = None) -> _Chunks:
+        """What walks read; with L, also X, into `products`."""
         queries, w, writes = (self._empty(self.chunk, self.key_dim) for _ in range(3))
         added = None if self.value_key is None else torch.empty_like(queries)
         offered = self._empty(self.chunk, self.value_dim)
         whole = self._empty(self.key_dim, dtype=torch.float32)
         sequences = (self.q, self.k, self.v, self.write, self.beta, self.value_key)
+        name = "prepare" if lower is None else "prepare_inverse"
         self._launch(
-            prepare, self.places, (self.scale, self.tokens, self.heads, self.size, *_steps(*sequences)),
+            prepare, self.places, (self.scale, self.tokens, self.heads, *_steps(*sequences)), name,
             K=self.key_dim, V=self.value_dim, BEFORE=self.before,
-            COLUMNS=self._block(prepare, max(self.key_dim, self.value_dim)), **self.options,
+            COLUMNS=self._block(name, max(self.key_dim, self.value_dim)), **self.options,
         )(
-            *sequences, self.sums, self.cu_seqlens, self.sequence_of, products, queries, w, offered, writes, added,
-            whole,
+            *sequences, self.sums, self.cu_seqlens, self.sequence_of, lower, products[0],
+            None if added is None else products[2], queries, w, offered, writes, added, whole,
         )  # fmt: skip
         return _Chunks(queries, w, offered, writes, added, whole)
 
-    def walk(self, chunks: _Chunks, first: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """The states before each chunk, U, and the last states."""
-        states, u, last = self._empty(self.key_dim, self.value_dim), torch.empty_like(chunks.offered), self._states()
-        widths = self._by_value(walk)
+    def walk(self, products: Tensor, chunks: _Chunks, first: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The outputs and the last states."""
+        output, last = self.v.new_empty((self.batch, self.tokens, self.heads, self.value_dim)), self._states()
+        self._walk("walk", products, chunks, first, None, None, last, output)
+        return output, last
+
+    def walk_for_states(self, products: Tensor, chunks: _Chunks, first: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The states before each chunk, and U."""
+        states, u = self._empty(self.key_dim, self.value_dim), torch.empty_like(chunks.offered)
+        self._walk("walk_for_states", products, chunks, first, states, u, self._states(), None)
+        return states, u
+
+    def _walk(self, name: str, products: Tensor, chunks: _Chunks, *tensors: Tensor | None) -> None:
+        widths = self._by_value(name)
         self._launch(
             walk, self.walks * cdiv(self.value_dim, widths["BLOCK_V"]), (self.tokens, self.heads, *_steps(self.v)),
-            **widths,
-        )(self.v, self.cu_seqlens, *chunks[1:], first, states, u, last)  # fmt: skip
-        return states, u, last
-
-    def read(self, products: Tensor, chunks: _Chunks, states: Tensor, u: Tensor) -> Tensor:
-        output = self.v.new_empty((self.batch, self.tokens, self.heads, self.value_dim))
-        widths = self._by_value(read)
-        self._launch(
-            read, self.places * cdiv(self.value_dim, widths["BLOCK_V"]),
-            (self.tokens, self.heads, self.size, *_steps(self.v)), **widths,
+            name, **widths,
         )(
-            None if self.value_key is None else self.v, self.cu_seqlens, self.sequence_of, products, chunks.queries,
-            states, u, output,
+            self.v, self.cu_seqlens, products[1], None if chunks.added is None else products[3], *chunks, *tensors,
         )  # fmt: skip
-        return output
 
     def retreat(
         self, products: Tensor, chunks: _Chunks, d_output: Tensor, d_last: Tensor | None
@@ -238,7 +240,7 @@ class _Call:
         d_states, d_u, d_first = (
             self._empty(self.key_dim, self.value_dim), torch.empty_like(chunks.offered), self._states()
         )  # fmt: skip
-        widths = self._by_value(retreat)
+        widths = self._by_value("retreat")
         self._launch(
             retreat, self.walks * cdiv(self.value_dim, widths["BLOCK_V"]), (self.tokens, self.heads, self.size),
             **widths,
@@ -255,7 +257,7 @@ class _Call:
         d_products, d_v = torch.empty_like(products), d_output.new_empty(d_output.shape)
         self._launch(
             differentiate_products, self.places, (self.scale, self.tokens, self.heads, self.size, *_steps(self.v)),
-            **self._by_value(differentiate_products),
+            **self._by_value("differentiate_products"),
         )(
             self.v, self.cu_seqlens, self.sequence_of, products, chunks.added, d_output, u, d_u, d_states, d_products,
             d_v,
@@ -271,7 +273,7 @@ class _Call:
         d_g = self.k.new_empty(self.k.shape, dtype=torch.float32)
         d_write = self.write.new_empty(self.write.shape) if own else None
         d_value_key = None if self.value_key is None else self.value_key.new_empty(self.value_key.shape)
-        columns = self._block(differentiate, self.key_dim)
+        columns = self._block("differentiate", self.key_dim)
         tiles = cdiv(self.key_dim, columns)
         d_beta = None if self.beta is None else d_g.new_empty((*self.beta.shape, tiles))
         writes = [(self.write, self.beta, u, d_write, d_beta, False)]
@@ -286,7 +288,7 @@ class _Call:
             self._launch(
                 differentiate, self.places * tiles,
                 (self.scale, self.tokens, self.heads, *steps, self.v.stride(1)), V=self.value_dim, VALUES=added,
-                BLOCK_V=self._block(differentiate, self.value_dim, step=True), **options,
+                BLOCK_V=self._block("differentiate", self.value_dim, step=True), **options,
             )(*inputs, d_output, states, d_states, values, d_errors, *of_products, *gradients)  # fmt: skip
             self._launch(
                 differentiate_by_level, self.places * tiles, (self.tokens, self.heads, *steps), **self.levels, **options
@@ -329,10 +331,10 @@ def delta_rule_channels(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output [B, T, H, V] in v's type, final state in float32, and X, A, M and N (empty unless `keep`)."""
     call = _Call(_Inputs(q, k, v, beta, write_key, value_key, g), cu_seqlens, scale, before, reverse)
-    products = call.relate()
-    chunks = call.prepare(products)
-    states, u, last = call.walk(chunks, None if initial_state is None else initial_state.contiguous())
-    return call.read(products, chunks, states, u), last, products if keep else products.new_empty((0,))
+    lower, products = call.relate()
+    chunks = call.prepare(products, lower)
+    output, last = call.walk(products, chunks, None if initial_state is None else initial_state.contiguous())
+    return output, last, products if keep else products.new_empty((0,))
 
 
 @delta_rule_channels.register_fake
@@ -368,9 +370,13 @@ def delta_rule_channels_backward(
     """
     call = _Call(_Inputs(q, k, v, beta, write_key, value_key, g), cu_seqlens, scale, before, reverse)
     d_output = d_output.contiguous()
-    products = products if products.numel() else call.relate()
-    chunks = call.prepare(products)
-    states, u, _ = call.walk(chunks, None if initial_state is None else initial_state.contiguous())
+    if products.numel():
+        chunks = call.prepare(products)
+    else:
+        lower, products = call.relate()
+        chunks = call.prepare(products, lower)
+    first = None if initial_state is None else initial_state.contiguous()
+    states, u = call.walk_for_states(products, chunks, first)
     d_last = None if d_final is None else d_final.contiguous()
     d_states, d_u, d_first = call.retreat(products, chunks, d_output, d_last)
     d_products, d_v = call.differentiate_products(products, chunks, d_output, u, d_u, d_states)
