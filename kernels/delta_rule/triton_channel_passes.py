@@ -329,7 +329,7 @@ def walk(
 
 @triton.jit(do_not_specialize=SIZES)
 def retreat(
-    d_output, cu_seqlens, products, queries, w, writes, whole, d_last, d_states, d_u, d_first, T, H, size,
+    d_output, cu_seqlens, attention, queries, w, writes, whole, d_last, d_states, d_u, d_first, T, H,
     K: tl.constexpr, V: tl.constexpr, REVERSE: tl.constexpr,
     PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
@@ -342,7 +342,6 @@ def retreat(
     NEXT = direction(REVERSE)
     TILE: tl.constexpr = w.dtype.element_ty
     d_output += (row * T * H + head) * V
-    products += size
     e = tl.arange(0, BLOCK_K)
     d_state = tl.zeros((BLOCK_K, BLOCK_V), tl.float32)
     if d_last is not None:
@@ -356,7 +355,7 @@ def retreat(
         store_block(d_states + place * K * V, 0, column, tile, K, V, BLOCK_K, BLOCK_V)
         d_o = load_tokens(d_output + t * H * V, H * V * NEXT, end - start - m * CHUNK, column, V, CHUNK, BLOCK_V)
         d_o = d_o.to(TILE)
-        among = load_block(products + place * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
+        among = load_block(attention + place * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
         keys = load_block(writes + place * CHUNK * K, 0, 0, CHUNK, K, CHUNK, BLOCK_K)
         d_written = tl.dot(tl.trans(among), d_o, input_precision=PRECISION)
         d_written = tl.dot(keys, tile, d_written, input_precision=PRECISION).to(TILE)
@@ -371,8 +370,8 @@ def retreat(
 
 @triton.jit(do_not_specialize=SIZES)
 def differentiate_products(
-    v, cu_seqlens, sequence_of, products, added, d_output, u, d_u, d_states, d_products, d_v, scale, T, H, size,
-    v_token,
+    v, cu_seqlens, sequence_of, inverse, lower_values, attention_values, added, d_output, u, d_u, d_states, d_lower,
+    d_attention, d_lower_values, d_attention_values, d_v, scale, T, H, v_token,
     K: tl.constexpr, V: tl.constexpr, REVERSE: tl.constexpr,
     PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
@@ -385,9 +384,9 @@ def differentiate_products(
     v += t * v_token + head * V
     d_output += (t * H + head) * V
     d_v += (t * H + head) * V
-    products += place * CHUNK * CHUNK
-    TILE: tl.constexpr = products.dtype.element_ty
-    x = tl.trans(load_block(products, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK))
+    pairs = place * CHUNK * CHUNK
+    TILE: tl.constexpr = inverse.dtype.element_ty
+    x = tl.trans(load_block(inverse + pairs, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK))
     d_a, d_l = tl.zeros((CHUNK, CHUNK), tl.float32), tl.zeros((CHUNK, CHUNK), tl.float32)
     d_n, d_m = d_a, d_l
     for column in tl.static_range(0, V, BLOCK_V):
@@ -405,20 +404,19 @@ def differentiate_products(
             d_m = tl.dot(d_e, values, d_m, input_precision=PRECISION)
             keys = load_block(added + place * CHUNK * K, 0, 0, CHUNK, K, CHUNK, BLOCK_K)
             d_state = load_block(d_states + place * K * V, 0, column, K, V, BLOCK_K, BLOCK_V)
-            n = tl.trans(load_block(products + 3 * size, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK))
-            m = tl.trans(load_block(products + 2 * size, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK))
+            n = tl.trans(load_block(attention_values + pairs, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK))
+            m = tl.trans(load_block(lower_values + pairs, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK))
             d_value = tl.dot(keys, d_state, input_precision=PRECISION)
             d_value = tl.dot(n, d_o, d_value, input_precision=PRECISION)
             d_error = d_value - tl.dot(m, d_e, input_precision=PRECISION)
         store_tokens(d_v, H * V * NEXT, live, column, d_error, V, CHUNK, BLOCK_V)
     i = tl.arange(0, CHUNK)
     not_after, earlier = i[:, None] >= i[None, :], i[:, None] > i[None, :]
-    d_products += place * CHUNK * CHUNK
-    store_block(d_products, 0, 0, tl.where(earlier, -d_l, 0.0), CHUNK, CHUNK, CHUNK, CHUNK)
-    store_block(d_products + size, 0, 0, tl.where(not_after, d_a * scale, 0.0), CHUNK, CHUNK, CHUNK, CHUNK)
+    store_block(d_lower + pairs, 0, 0, tl.where(earlier, -d_l, 0.0), CHUNK, CHUNK, CHUNK, CHUNK)
+    store_block(d_attention + pairs, 0, 0, tl.where(not_after, d_a * scale, 0.0), CHUNK, CHUNK, CHUNK, CHUNK)
     if added is not None:
-        store_block(d_products + 2 * size, 0, 0, tl.where(earlier, -d_m, 0.0), CHUNK, CHUNK, CHUNK, CHUNK)
-        store_block(d_products + 3 * size, 0, 0, tl.where(not_after, d_n * scale, 0.0), CHUNK, CHUNK, CHUNK, CHUNK)
+        store_block(d_lower_values + pairs, 0, 0, tl.where(earlier, -d_m, 0.0), CHUNK, CHUNK, CHUNK, CHUNK)
+        store_block(d_attention_values + pairs, 0, 0, tl.where(not_after, d_n * scale, 0.0), CHUNK, CHUNK, CHUNK, CHUNK)
 
 
 @triton.jit

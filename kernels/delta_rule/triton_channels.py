@@ -53,7 +53,7 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
         "retreat": Launch(64, 0, 4, 2) if width == 64 else Launch(128, 0, 8, 2),
         "differentiate_products": Launch(128, 0, 4, 1),
         "differentiate": Launch(64, 64, 8, 1),
-        "differentiate_by_level": Launch(64, 0, 8, 1),
+        "differentiate_by_level": Launch(0, 0, 8, 1),
     }
     for width in (64, 128)
 }
@@ -69,7 +69,7 @@ LAUNCHES |= {
         "retreat": Launch(32, 0, 4, 1),
         "differentiate_products": Launch(32, 0, 4, 1),
         "differentiate": Launch(32, 32, 4, 1),
-        "differentiate_by_level": Launch(32, 0, 4, 1),
+        "differentiate_by_level": Launch(0, 0, 4, 1),
     }
     for width in (64, 128)
 }
@@ -115,35 +115,40 @@ class _Call:
     """The launches of one call, forward or backward."""
 
     def __init__(self, inputs: _Inputs, cu_seqlens: Tensor | None, scale: float, before: bool, reverse: int) -> None:
-        q, k, v, beta, write_key, value_key, g = (None if x is None else _evenly(x) for x in inputs)
-        self.batch, self.tokens, self.heads, self.key_dim = k.shape
-        self.value_dim = v.shape[3]
-        self.q, self.k, self.v, self.beta, self.value_key = q, k, v, beta, value_key
-        self.write = k if write_key is None else write_key
+        self.q, self.k, self.v = (_evenly(x) for x in (inputs.q, inputs.k, inputs.v))
+        self.beta, write_key, self.value_key, g = (
+            None if x is None else _evenly(x) for x in (inputs.beta, inputs.write_key, inputs.value_key, inputs.g)
+        )
+        self.write = self.k if write_key is None else write_key
+        self.batch, self.tokens, self.heads, self.key_dim = self.k.shape
+        self.value_dim = self.v.shape[3]
         self.scale, self.before = scale, before
-        self.cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
-        self.dtype, self.chunk, precision = _tile(v)
+        self.dtype, self.chunk, self.precision = _tile(self.v)
         self.launches = LAUNCHES[self.dtype.itemsize, 64 if max(self.key_dim, self.value_dim) <= 64 else 128]
+        self.cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
         self.sequences = count_sequences(self.batch, cu_seqlens)
         self.slots = count_slots(self.batch, self.tokens, self.chunk, cu_seqlens)
         self.sequence_of = sequence_of_slots(self.slots, self.chunk, self.tokens, cu_seqlens)
         self.layout = {"REVERSE": reverse, "CHUNK": self.chunk}
+        self.options = {**self.layout, "PRECISION": self.precision}
         self.levels = {"LEVELS": self.chunk.bit_length() - 1}
-        self.options = {**self.layout, "PRECISION": precision}
-        self.size = self.slots * self.heads * self.chunk**2
         self.places = self.slots * self.heads
-        self.walks = self.sequences * self.heads
         self.sums, self.mild = self._sum_gates(g)
 
     def _launch(
-        self, kernel: Any, programs: int, numbers: tuple[float, ...], name: str | None = None, **constants: Any
+        self, kernel: Any, programs: int, numbers: tuple[float, ...], name: str | None, constants: dict[str, Any]
     ) -> Any:
-        launch = self.launches[name or kernel.__name__]
-        return find_launch(kernel, self.k.device, programs, numbers, **constants, **launch.options)
+        options = self.launches[name or kernel.__name__].options
+        return find_launch(kernel, self.k.device, programs, numbers, **constants, **options)
 
-    def _block(self, name: str, width: int, step: bool = False) -> int:
-        launch = self.launches[name]
-        return min(launch.step if step else launch.block, block_width(width, ROW[self.dtype.itemsize]))
+    def _width(self, width: int) -> int:
+        return block_width(width, ROW[self.dtype.itemsize])
+
+    def _by_value(self, kernel: Any, numbers: tuple[float, ...], tensors: int, name: str | None = None) -> Any:
+        """A launch for programs that have some value columns of one of `tensors` states."""
+        block = min(self.launches[name or kernel.__name__].block, self._width(self.value_dim))
+        widths = {"K": self.key_dim, "V": self.value_dim, "BLOCK_K": self._width(self.key_dim), "BLOCK_V": block}
+        return self._launch(kernel, tensors * cdiv(self.value_dim, block), numbers, name, widths | self.options)
 
     def _empty(self, *sizes: int, dtype: torch.dtype | None = None) -> Tensor:
         """A tensor by slot and head."""
@@ -153,30 +158,20 @@ class _Call:
         """A float32 tensor with a state for each sequence."""
         return self.k.new_empty((self.sequences, self.heads, self.key_dim, self.value_dim), dtype=torch.float32)
 
-    def _by_value(self, name: str) -> dict[str, int]:
-        """The widths of a kernel whose programs have some value columns."""
-        widths = {
-            "K": self.key_dim,
-            "V": self.value_dim,
-            "BLOCK_K": block_width(self.key_dim, ROW[self.dtype.itemsize]),
-        }
-        return {**widths, "BLOCK_V": self._block(name, self.value_dim), **self.options}
-
     def _sum_gates(self, g: Tensor | None) -> tuple[Tensor, Tensor]:
         """b [slots, H, C, K], and the sizes of blocks, n."""
         if g is None:
             g = self.k.new_zeros((1,), dtype=torch.float32)
         g = (g.unsqueeze(-1) if g.dim() == 3 else g).expand(self.k.shape).contiguous()
-        exact = torch.float64 if self.options["PRECISION"] == "tf32x3" else torch.float32
+        exact = torch.float64 if self.precision == "tf32x3" else torch.float32
         sums, mild = self._empty(self.chunk, self.key_dim, dtype=exact), self._empty(dtype=torch.int32)
-        self._launch(
-            sum_gates, self.places, (self.tokens, self.heads, g.stride(1)), K=self.key_dim,
-            BLOCK_K=block_width(self.key_dim), **self.levels, **self.layout,
-        )(g, self.cu_seqlens, self.sequence_of, sums, mild)  # fmt: skip
+        constants = {"K": self.key_dim, "BLOCK_K": block_width(self.key_dim), **self.levels, **self.layout}
+        launch = self._launch(sum_gates, self.places, (self.tokens, self.heads, g.stride(1)), None, constants)
+        launch(g, self.cu_seqlens, self.sequence_of, sums, mild)
         return sums, mild
 
     def relate(self) -> tuple[Tensor, Tensor]:
-        """L, and A in the second place of what becomes X and A, with value keys X, A, M and N [4, slots, H, C, C]."""
+        """L, and products [2 or 4, slots, H, C, C]: a place for X, then A, and with value keys M and N."""
         lower = self._empty(self.chunk, self.chunk, dtype=torch.float32)
         products = lower.new_empty((2 if self.value_key is None else 4, *lower.shape), dtype=self.dtype)
         self._relate(self.write, self.beta, lower, products[1])
@@ -186,13 +181,13 @@ class _Call:
 
     def _relate(self, write: Tensor, beta: Tensor | None, lower: Tensor, attention: Tensor) -> None:
         numbers = (self.scale, self.tokens, self.heads, *_steps(self.q, self.k, write, beta))
+        levels: dict[str, int]
         for kernel, levels in ((relate, {}), (relate_by_level, self.levels)):
-            self._launch(
-                kernel, self.places, numbers, K=self.key_dim, BEFORE=self.before,
-                COLUMNS=self._block(kernel.__name__, self.key_dim), **levels, **self.options,
-            )(
-                self.q, self.k, write, beta, self.sums, self.mild, self.cu_seqlens, self.sequence_of, lower, attention,
-            )  # fmt: skip
+            columns = min(self.launches[kernel.__name__].block, self._width(self.key_dim))
+            constants = {"K": self.key_dim, "BEFORE": self.before, "COLUMNS": columns, **levels, **self.options}
+            self._launch(kernel, self.places, numbers, None, constants)(
+                self.q, self.k, write, beta, self.sums, self.mild, self.cu_seqlens, self.sequence_of, lower, attention
+            )
 
     def prepare(self, products: Tensor, lower: Tensor | None = None) -> _Chunks:
         """What walks read; with L, also X, into `products`."""
@@ -202,19 +197,18 @@ class _Call:
         whole = self._empty(self.key_dim, dtype=torch.float32)
         sequences = (self.q, self.k, self.v, self.write, self.beta, self.value_key)
         name = "prepare" if lower is None else "prepare_inverse"
-        self._launch(
-            prepare, self.places, (self.scale, self.tokens, self.heads, *_steps(*sequences)), name,
-            K=self.key_dim, V=self.value_dim, BEFORE=self.before,
-            COLUMNS=self._block(name, max(self.key_dim, self.value_dim)), **self.options,
-        )(
-            *sequences, self.sums, self.cu_seqlens, self.sequence_of, lower, products[0],
-            None if added is None else products[2], queries, w, offered, writes, added, whole,
-        )  # fmt: skip
+        columns = min(self.launches[name].block, self._width(max(self.key_dim, self.value_dim)))
+        constants = {"K": self.key_dim, "V": self.value_dim, "BEFORE": self.before, "COLUMNS": columns, **self.options}
+        numbers = (self.scale, self.tokens, self.heads, *_steps(*sequences))
+        self._launch(prepare, self.places, numbers, name, constants)(
+            *(*sequences, self.sums, self.cu_seqlens, self.sequence_of, lower, products[0]),
+            *(None if added is None else products[2], queries, w, offered, writes, added, whole),
+        )
         return _Chunks(queries, w, offered, writes, added, whole)
 
     def walk(self, products: Tensor, chunks: _Chunks, first: Tensor | None) -> tuple[Tensor, Tensor]:
         """The outputs and the last states."""
-        output, last = self.v.new_empty((self.batch, self.tokens, self.heads, self.value_dim)), self._states()
+        output, last = self.v.new_empty(self.v.shape), self._states()
         self._walk("walk", products, chunks, first, None, None, last, output)
         return output, last
 
@@ -225,29 +219,22 @@ class _Call:
         return states, u
 
     def _walk(self, name: str, products: Tensor, chunks: _Chunks, *tensors: Tensor | None) -> None:
-        widths = self._by_value(name)
-        self._launch(
-            walk, self.walks * cdiv(self.value_dim, widths["BLOCK_V"]), (self.tokens, self.heads, *_steps(self.v)),
-            name, **widths,
-        )(
-            self.v, self.cu_seqlens, products[1], None if chunks.added is None else products[3], *chunks, *tensors,
-        )  # fmt: skip
+        numbers = (self.tokens, self.heads, self.v.stride(1))
+        values = None if chunks.added is None else products[3]
+        self._by_value(walk, numbers, self.sequences * self.heads, name)(
+            self.v, self.cu_seqlens, products[1], values, *chunks, *tensors
+        )
 
     def retreat(
-        self, products: Tensor, chunks: _Chunks, d_output: Tensor, d_last: Tensor | None
+        self, attention: Tensor, chunks: _Chunks, d_output: Tensor, d_last: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of the states after each chunk, of U, and of the first states."""
-        d_states, d_u, d_first = (
-            self._empty(self.key_dim, self.value_dim), torch.empty_like(chunks.offered), self._states()
-        )  # fmt: skip
-        widths = self._by_value("retreat")
-        self._launch(
-            retreat, self.walks * cdiv(self.value_dim, widths["BLOCK_V"]), (self.tokens, self.heads, self.size),
-            **widths,
-        )(
-            d_output, self.cu_seqlens, products, chunks.queries, chunks.w, chunks.writes, chunks.whole, d_last,
-            d_states, d_u, d_first,
-        )  # fmt: skip
+        d_states, d_u = self._empty(self.key_dim, self.value_dim), torch.empty_like(chunks.offered)
+        d_first = self._states()
+        self._by_value(retreat, (self.tokens, self.heads), self.sequences * self.heads)(
+            *(d_output, self.cu_seqlens, attention, chunks.queries, chunks.w, chunks.writes, chunks.whole, d_last),
+            *(d_states, d_u, d_first),
+        )
         return d_states, d_u, d_first
 
     def differentiate_products(
@@ -255,46 +242,56 @@ class _Call:
     ) -> tuple[Tensor, Tensor]:
         """The gradients of L, A, M and N and of v; `d_u` becomes the gradient of the errors."""
         d_products, d_v = torch.empty_like(products), d_output.new_empty(d_output.shape)
-        self._launch(
-            differentiate_products, self.places, (self.scale, self.tokens, self.heads, self.size, *_steps(self.v)),
-            **self._by_value("differentiate_products"),
-        )(
-            self.v, self.cu_seqlens, self.sequence_of, products, chunks.added, d_output, u, d_u, d_states, d_products,
-            d_v,
+        inverse, _, *values = products
+        numbers = (self.scale, self.tokens, self.heads, self.v.stride(1))
+        launch = self._launch(
+            differentiate_products, self.places, numbers, None,
+            {
+                "K": self.key_dim, "V": self.value_dim, "BLOCK_K": self._width(self.key_dim),
+                "BLOCK_V": min(self.launches["differentiate_products"].block, self._width(self.value_dim)),
+                **self.options,
+            },
         )  # fmt: skip
+        launch(
+            *(self.v, self.cu_seqlens, self.sequence_of, inverse, *(values or (None, None)), chunks.added, d_output),
+            *(u, d_u, d_states, *d_products, *(() if values else (None, None)), d_v),
+        )
         return d_products, d_v
 
     def differentiate(
         self, d_products: Tensor, d_output: Tensor, states: Tensor, d_states: Tensor, u: Tensor, d_errors: Tensor,
-        own: bool,
+        d_write: Tensor | None,
     ) -> list[Tensor]:  # fmt: skip
-        """The gradients of q, k and g, then of beta, write keys (with `own`) and value keys, where given."""
+        """The gradients of q, k and g, then of beta and value keys, where given; that of write keys into `d_write`."""
         d_q, d_k = self.q.new_empty(self.q.shape), self.k.new_empty(self.k.shape)
         d_g = self.k.new_empty(self.k.shape, dtype=torch.float32)
-        d_write = self.write.new_empty(self.write.shape) if own else None
-        d_value_key = None if self.value_key is None else self.value_key.new_empty(self.value_key.shape)
-        columns = self._block("differentiate", self.key_dim)
-        tiles = cdiv(self.key_dim, columns)
-        d_beta = None if self.beta is None else d_g.new_empty((*self.beta.shape, tiles))
-        writes = [(self.write, self.beta, u, d_write, d_beta, False)]
+        columns = min(self.launches["differentiate"].block, self._width(self.key_dim))
+        found = [d_q, d_k, d_g]
+        d_beta = None
+        if self.beta is not None:
+            d_beta = d_g.new_empty((*self.beta.shape, cdiv(self.key_dim, columns)))
+        calls = [(self.write, self.beta, u, d_write, d_beta)]
         if self.value_key is not None:
-            writes.append((self.value_key, None, self.v, d_value_key, None, True))
-        for n, (write, beta, values, d_write_key, d_part, added) in enumerate(writes):
+            found.append(self.value_key.new_empty(self.value_key.shape))
+            calls.append((self.value_key, None, self.v, found[-1], None))
+        for n, (write, beta, values, d_key, d_part) in enumerate(calls):
             inputs = (self.q, self.k, write, beta, self.sums, self.mild, self.cu_seqlens, self.sequence_of)
-            steps = _steps(self.q, self.k, write, beta)
-            of_products = (d_products[2 * n], d_products[2 * n + 1])
-            gradients = (d_q, d_k, d_write_key, d_g, d_part)
-            options = {"K": self.key_dim, "BEFORE": self.before, "COLUMNS": columns, **self.options}
-            self._launch(
-                differentiate, self.places * tiles,
-                (self.scale, self.tokens, self.heads, *steps, self.v.stride(1)), V=self.value_dim, VALUES=added,
-                BLOCK_V=self._block("differentiate", self.value_dim, step=True), **options,
-            )(*inputs, d_output, states, d_states, values, d_errors, *of_products, *gradients)  # fmt: skip
-            self._launch(
-                differentiate_by_level, self.places * tiles, (self.tokens, self.heads, *steps), **self.levels, **options
-            )(*inputs, *of_products, *gradients)
-        d_beta = None if d_beta is None else d_beta.sum(-1).to(self.beta.dtype)
-        return [d_q, d_k, d_g, *(x for x in (d_beta, d_write, d_value_key) if x is not None)]
+            of_products, gradients = (d_products[2 * n], d_products[2 * n + 1]), (d_q, d_k, d_key, d_g, d_part)
+            numbers = (self.tokens, self.heads, *_steps(self.q, self.k, write, beta))
+            programs = self.places * cdiv(self.key_dim, columns)
+            constants = {"K": self.key_dim, "BEFORE": self.before, "COLUMNS": columns, **self.options}
+            block = min(self.launches["differentiate"].step, self._width(self.value_dim))
+            own = {**constants, "V": self.value_dim, "VALUES": n > 0, "BLOCK_V": block}
+            steps = (self.scale, *numbers, self.v.stride(1))
+            self._launch(differentiate, programs, steps, None, own)(
+                *inputs, d_output, states, d_states, values, d_errors, *of_products, *gradients
+            )
+            self._launch(differentiate_by_level, programs, numbers, None, constants | self.levels)(
+                *inputs, *of_products, *gradients
+            )
+        if self.beta is not None and d_beta is not None:
+            found.insert(3, d_beta.sum(-1).to(self.beta.dtype))
+        return found
 
 
 def _evenly(x: Tensor) -> Tensor:
@@ -365,7 +362,7 @@ def delta_rule_channels_backward(
     before: bool,
     reverse: int,
 ) -> list[Tensor]:
-    """Gradients of v, the first states, q, k and g [B, T, H, K] (in float32), then of beta, write keys and value keys,
+    """Gradients of v, the first states, q, k and g [B, T, H, K] (in float32), then of beta, value keys and write keys,
     where they are given.
     """
     call = _Call(_Inputs(q, k, v, beta, write_key, value_key, g), cu_seqlens, scale, before, reverse)
@@ -378,10 +375,11 @@ def delta_rule_channels_backward(
     first = None if initial_state is None else initial_state.contiguous()
     states, u = call.walk_for_states(products, chunks, first)
     d_last = None if d_final is None else d_final.contiguous()
-    d_states, d_u, d_first = call.retreat(products, chunks, d_output, d_last)
+    d_states, d_u, d_first = call.retreat(products[1], chunks, d_output, d_last)
     d_products, d_v = call.differentiate_products(products, chunks, d_output, u, d_u, d_states)
-    rest = call.differentiate(d_products, d_output, states, d_states, u, d_u, write_key is not None)
-    return [d_v, d_first, *rest]
+    d_write = None if write_key is None else write_key.new_empty(write_key.shape)
+    rest = call.differentiate(d_products, d_output, states, d_states, u, d_u, d_write)
+    return [d_v, d_first, *rest, *(() if d_write is None else (d_write,))]
 
 
 @delta_rule_channels_backward.register_fake
@@ -392,7 +390,7 @@ def _(
     sequences = count_sequences(k.shape[0], cu_seqlens)
     d_first = k.new_empty((sequences, *k.shape[2:], v.shape[3]), dtype=torch.float32)
     d_g = k.new_empty(k.shape, dtype=torch.float32)
-    others = [x.new_empty(x.shape) for x in (beta, write_key, value_key) if x is not None]
+    others = [x.new_empty(x.shape) for x in (beta, value_key, write_key) if x is not None]
     return [d_output.new_empty(d_output.shape), d_first, q.new_empty(q.shape), k.new_empty(k.shape), d_g, *others]
 
 
@@ -410,11 +408,14 @@ def _differentiate(ctx, d_output, d_final, _):
         *(q, k, v, beta, write_key, value_key, g, initial_state, cu_seqlens, products, d_output, d_final),
         *(ctx.scale, ctx.before, ctx.reverse),
     )
+    d_beta, d_value_key, d_write = (None if x is None else others.pop(0) for x in (beta, value_key, write_key))
     return (
         d_q,
         d_k,
         d_v,
-        *(None if x is None else others.pop(0) for x in (beta, write_key, value_key)),
+        d_beta,
+        d_write,
+        d_value_key,
         None if g is None else (d_g if g.dim() == 4 else d_g.sum(-1)).to(g.dtype),
         None if initial_state is None else d_first.to(initial_state.dtype),
         *(None,) * 5,
