@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,9 @@ from longseq.tokenizer_files import SETTINGS_FILE, find_separator
 
 # The window, in tokens, of a language model whose training window is unknown.
 WINDOW = 2048
+
+# The models of exported files, in a layer above this one.
+FILE_MODELS = "longseq.tools.export.file_model"
 
 
 @dataclass(frozen=True)
@@ -70,11 +74,15 @@ def load(
     """
     label = f"{key}={path}"
     file = find_source(path)
-    saved = read(file, weights, label)
-    task, config = _find_task(saved, tasks)
-    backbone = restore(saved, model_options)
-    if any_resolution and saved.text is None and not takes_any_resolution(backbone):
-        backbone = restore(saved, {**model_options, "dynamic_img_size": True})
+    if is_exported(file):
+        saved, backbone = importlib.import_module(FILE_MODELS).read_file(file, weights, label)
+        task, config = _find_task(saved, tasks)
+    else:
+        saved = read(file, weights, label)
+        task, config = _find_task(saved, tasks)
+        backbone = restore(saved, model_options)
+        if any_resolution and saved.text is None and not takes_any_resolution(backbone):
+            backbone = restore(saved, {**model_options, "dynamic_img_size": True})
     return Loaded(
         path=Path(path),
         file=file / weight_files(file)[0] if file.is_dir() else file,
@@ -86,6 +94,11 @@ def load(
         epoch=saved.run["epoch"] + 1 if "epoch" in saved.run else 0,  # Lightning counts from 0, runs print from 1
         global_step=saved.run.get("global_step", 0),
     )
+
+
+def is_exported(file: Path) -> bool:
+    """Whether `longseq export` wrote the file: it has FILE.json next to it."""
+    return file.suffix in (".onnx", ".pt2") or Path(f"{file}.json").is_file()
 
 
 def _find_task(saved: SavedModel, tasks: Collection[str]) -> tuple[str, dict[str, Any]]:

@@ -203,7 +203,10 @@ def _nodes(graph: Any) -> list[Any]:
 
 def open_file(path: Path) -> Callable[..., Any]:
     """The file as a function of tensors and lists of tensors, run by onnxruntime on the CPU."""
-    import onnxruntime
+    try:
+        import onnxruntime
+    except ModuleNotFoundError as error:
+        raise ImportError("ONNX files need onnxruntime: pip install onnxruntime") from error
 
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     names = [declared.name for declared in session.get_inputs()]
