@@ -96,7 +96,7 @@ class FileModel(nn.Module):
     def __init__(self, path: Path, facts: Mapping[str, Any], data: Mapping[str, Any]) -> None:
         super().__init__()
         self.path, self.facts, self.data = path, facts, data
-        self.options = facts["run"]["options"]
+        self.options, self.sha256 = facts["run"]["options"], facts["sha256"]
         self.place = nn.Parameter(torch.empty(0), requires_grad=False)  # has the device and the type of the model
         self._warned = False
         with quiet():
@@ -177,46 +177,44 @@ class LanguageFile(FileModel):
         state: tuple[Tensor, ...] | None = None,
         *,
         cu_seqlens: Tensor | Packing | None = None,
-        mask: Tensor | None = None,
         output_final_state: bool = True,
         max_length: int | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Logits and the next state; the arguments are those of `TokenBackbone.forward_features`."""
-        rows = _rows(tokens, cu_seqlens, mask)
+        rows = _rows(tokens, cu_seqlens)
         state = self.initial_state(len(rows)) if state is None else state
         if max_length is not None:
-            state = self.preallocate(state, max_length)
-        if not self.options["dynamic_length"]:
-            logits, state = self._step_through(rows, state)
-        elif cu_seqlens is None and mask is None:
+            self.preallocate(state, max_length)
+        if cu_seqlens is None and self.options["dynamic_length"]:
             found, states = self.compute(tokens, list(state))
             return found, tuple(states)
-        else:
-            read = [self.compute(row[None], [x[n : n + 1] for x in state]) for n, row in enumerate(rows)]
-            logits, state = [found[0] for found, _ in read], _join([states for _, states in read])
-        if mask is not None:
-            padded = logits[0].new_zeros(*mask.shape, self.vocab_size)
-            padded[mask] = torch.cat(logits)
-            return padded, state
-        return (torch.stack(logits) if cu_seqlens is None else torch.cat(logits)[None]), state
+        real = torch.tensor([number for number, row in enumerate(rows) if len(row)], device=self.place.device)
+        read = self._read_each if self.options["dynamic_length"] else self._read_tokens
+        logits, states = read([rows[number] for number in real], [x[real] for x in state])
+        if len(real) < len(rows):
+            states = [x.index_copy(0, real, new) for x, new in zip(state, states, strict=True)]
+        return (torch.stack(logits) if cu_seqlens is None else torch.cat(logits)[None]), tuple(states)
 
     forward_features = forward
 
-    def _step_through(
-        self, rows: Sequence[Tensor], state: tuple[Tensor, ...]
-    ) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-        """The logits `[T, V]` of each row, read token by token, and the states at the ends of the rows."""
-        order = torch.tensor([len(row) for row in rows]).argsort(descending=True)
-        lengths = [len(rows[row]) for row in order]
-        values, ended, logits = [x[order] for x in state], [], []
-        for place, tokens in enumerate(pad_sequence([rows[row] for row in order]).unbind(0)):
-            count = sum(length > place for length in lengths)  # rows that go on come first
-            ended.append([x[count:] for x in values])
-            scores, values = self.compute(tokens[:count], [x[:count] for x in values])
-            logits.append(scores)
-        back = order.argsort()
-        read = [torch.stack([scores[row] for scores in logits[:length]]) for row, length in enumerate(lengths)]
-        return [read[row] for row in back], tuple(x[back] for x in _join([values, *reversed(ended)]))
+    def _read_each(self, rows: Sequence[Tensor], states: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """The logits `[T, V]` of each row, and the states at the ends of the rows."""
+        read = [self.compute(row[None], [x[n : n + 1] for x in states]) for n, row in enumerate(rows)]
+        return [logits[0] for logits, _ in read], _join([states for _, states in read])
+
+    def _read_tokens(self, rows: Sequence[Tensor], states: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """As `_read_each`, token by token: the rows that go on are a batch."""
+        order = torch.tensor([-len(row) for row in rows]).argsort()
+        lengths, back = [len(rows[number]) for number in order], order.argsort()
+        states, ended, scores = [x[order] for x in states], [], []
+        for place, tokens in enumerate(pad_sequence([rows[number] for number in order])):
+            count = sum(length > place for length in lengths)
+            ended.append([x[count:] for x in states])
+            logits, states = self.compute(tokens[:count], [x[:count] for x in states])
+            scores.append(logits)
+        states = _join([states, *reversed(ended)])
+        read = [torch.stack([logits[row] for logits in scores[:length]]) for row, length in enumerate(lengths)]
+        return [read[row] for row in back], [x[back] for x in states]
 
     def step(self, token: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Read one more token `[B]`: logits `[B, V]` and the next state."""
@@ -245,7 +243,7 @@ class LanguageFile(FileModel):
 _KINDS: Mapping[str, type[FileModel]] = {"image": ImageFile, "document": DocumentFile, "lm": LanguageFile}
 
 
-def _rows(tokens: Tensor, cu_seqlens: Tensor | Packing | None, mask: Tensor | None) -> list[Tensor]:
+def _rows(tokens: Tensor, cu_seqlens: Tensor | Packing | None, mask: Tensor | None = None) -> list[Tensor]:
     """The sequences `[T]` of a batch."""
     if mask is not None:
         return [row[real] for row, real in zip(tokens, mask, strict=True)]
@@ -255,6 +253,6 @@ def _rows(tokens: Tensor, cu_seqlens: Tensor | Packing | None, mask: Tensor | No
     return list(tokens[0].split(borders.diff().tolist()))
 
 
-def _join(states: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
+def _join(states: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """The states of several batches as the state of one."""
-    return tuple(torch.cat(parts) for parts in zip(*states, strict=True))
+    return [torch.cat(parts) for parts in zip(*states, strict=True)]
