@@ -179,7 +179,7 @@ class LanguageFile(FileModel):
         cu_seqlens: Tensor | Packing | None = None,
         output_final_state: bool = True,
         max_length: int | None = None,
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+    ) -> tuple[Tensor, tuple[Tensor, ...] | None]:
         """Logits and the next state; the arguments are those of `TokenBackbone.forward_features`."""
         rows = _rows(tokens, cu_seqlens)
         state = self.initial_state(len(rows)) if state is None else state
@@ -190,31 +190,37 @@ class LanguageFile(FileModel):
             return found, tuple(states)
         real = torch.tensor([number for number, row in enumerate(rows) if len(row)], device=self.place.device)
         read = self._read_each if self.options["dynamic_length"] else self._read_tokens
-        logits, states = read([rows[number] for number in real], [x[real] for x in state])
-        if len(real) < len(rows):
+        logits, states = read([rows[number] for number in real], [x[real] for x in state], output_final_state)
+        if states is not None and len(real) < len(rows):
             states = [x.index_copy(0, real, new) for x, new in zip(state, states, strict=True)]
-        return (torch.stack(logits) if cu_seqlens is None else torch.cat(logits)[None]), tuple(states)
+        scores = torch.stack(logits) if cu_seqlens is None else torch.cat(logits)[None]
+        return scores, None if states is None else tuple(states)
 
     forward_features = forward
 
-    def _read_each(self, rows: Sequence[Tensor], states: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """The logits `[T, V]` of each row, and the states at the ends of the rows."""
+    def _read_each(
+        self, rows: Sequence[Tensor], states: list[Tensor], keep: bool
+    ) -> tuple[list[Tensor], list[Tensor] | None]:
+        """The logits `[T, V]` of each row, and with `keep` the states at the ends of the rows."""
         read = [self.compute(row[None], [x[n : n + 1] for x in states]) for n, row in enumerate(rows)]
-        return [logits[0] for logits, _ in read], _join([states for _, states in read])
+        return [logits[0] for logits, _ in read], _join([states for _, states in read]) if keep else None
 
-    def _read_tokens(self, rows: Sequence[Tensor], states: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    def _read_tokens(
+        self, rows: Sequence[Tensor], states: list[Tensor], keep: bool
+    ) -> tuple[list[Tensor], list[Tensor] | None]:
         """As `_read_each`, token by token: the rows that go on are a batch."""
         order = torch.tensor([-len(row) for row in rows]).argsort()
         lengths, back = [len(rows[number]) for number in order], order.argsort()
         states, ended, scores = [x[order] for x in states], [], []
         for place, tokens in enumerate(pad_sequence([rows[number] for number in order])):
             count = sum(length > place for length in lengths)
-            ended.append([x[count:] for x in states])
+            if keep and count < len(states[0]):
+                ended.append([x[count:] for x in states])
             logits, states = self.compute(tokens[:count], [x[:count] for x in states])
             scores.append(logits)
-        states = _join([states, *reversed(ended)])
         read = [torch.stack([logits[row] for logits in scores[:length]]) for row, length in enumerate(lengths)]
-        return [read[row] for row in back], [x[back] for x in states]
+        last = [x[back] for x in _join([states, *reversed(ended)])] if keep else None
+        return [read[row] for row in back], last
 
     def step(self, token: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Read one more token `[B]`: logits `[B, V]` and the next state."""
