@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 from longseq.backbones.vocabulary_loss import token_losses
 from longseq.files import sha256
 from longseq.kernels.packing import Packing
-from longseq.models import SavedModel, build, describe
+from longseq.models import CHECKPOINT_RUN, SavedModel, build, describe
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.transforms import denormalize
 from longseq.tasks.training.checkpoint import Loaded
@@ -55,36 +55,34 @@ def record_run(report: ExportReport, loaded: Loaded, kind: str, options: Mapping
     path.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
-def read_file(path: Path, weights: str, label: str) -> tuple[SavedModel, FileModel]:
-    """An exported file as a model, and the description of the checkpoint that it was written from, without weights.
+def read(path: Path, weights: str, label: str) -> SavedModel:
+    """The checkpoint that an exported file was written from, without its weights; `run` also has FILE.json as `facts`.
 
     ValueError if `path` is not the file that FILE.json describes, or was not written by `longseq export`.
     """
+    digest = sha256(path)
     facts = json.loads(Path(f"{path}.json").read_text(encoding="utf-8"))
-    if facts["sha256"] != sha256(path):
+    if facts["sha256"] != digest:
         raise ValueError(f"{label} is another file than the one that {path.name}.json describes")
     if "run" not in facts:
         raise ValueError(f"{label} was not written by `longseq export`")
     if weights not in ("auto", facts["weights"]):
         raise ValueError(f"{label} holds weights={facts['weights']}")
-    run = facts["run"]
-    data = {name: facts[name] for name in _SHARED if name in facts} | run["data"]
-    for section in (data, run["config"].get("data") or {}):
+    config = facts["run"]["config"]
+    data = {name: facts[name] for name in _SHARED if name in facts} | facts["run"]["data"]
+    for section in (data, config.get("data") or {}):
         if "segment" in section:
             section["segment"] = None  # a file reads whole documents, with the same result
-    saved = SavedModel(
-        label,
-        config=run["model"],
-        state={},
-        weights=facts["weights"],
-        run={
-            "hyper_parameters": {"config": run["config"], "data": data},
-            "epoch": facts["epoch"] - 1,
-            "global_step": facts["global_step"],
-        },
-        text=data if "tokenizer" in data else None,
-    )
-    return saved, _KINDS[run["kind"]](path, facts, data)
+    settings = {"config": config, "data": data}
+    run = {CHECKPOINT_RUN: settings, "epoch": facts["epoch"] - 1, "global_step": facts["global_step"], "facts": facts}
+    text = data if "tokenizer" in data else None
+    return SavedModel(label, facts["run"]["model"], {}, facts["weights"], run, text)
+
+
+def restore(saved: SavedModel, path: Path) -> FileModel:
+    """The model that runs the file."""
+    facts = saved.run["facts"]
+    return _KINDS[facts["run"]["kind"]](path, facts, saved.run[CHECKPOINT_RUN]["data"])
 
 
 class FileModel(nn.Module):
