@@ -82,6 +82,27 @@ def test_images(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("precision", ["float16", "int8"])
+def test_small_files(precision: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in range(5):
+        pixels = np.random.default_rng(number).integers(0, 256, (8, 8), np.uint8)
+        Image.fromarray(pixels).save(tmp_path / f"{number}.png")
+    plain = export_to(checkpoint, "float32.onnx")
+    small = export_to(checkpoint, "small.onnx", f"precision={precision}", "allowed_drop=0.2")
+    assert f"{precision}: " in capsys.readouterr().out
+    assert small.stat().st_size < 0.8 * plain.stat().st_size
+    assert json.loads(Path(f"{small}.json").read_text())["precision"] == precision
+    metrics = measure(plain, "split=val")
+    assert measure(small, "split=val") == pytest.approx(metrics, abs=0.2)
+    rows, wanted = classify(small, tmp_path), classify(plain, tmp_path)
+    found = [row[name] - other[name] for row, other in zip(rows, wanted, strict=True) for name in ("probability_1",)]
+    assert 0 < max(map(abs, found)) < 0.02
+    with pytest.raises(ValueError, match=rf"precision={precision}: val/\w+ goes from .* allowed_drop=-1"):
+        export_to(checkpoint, "worse.onnx", f"precision={precision}", "allowed_drop=-1")
+    assert not list(checkpoint.parent.glob("worse*"))
+
+
+@pytest.mark.slow
 def test_documents(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rows = write_jsonl(tmp_path / "rows.jsonl", make_rows(60))
     words = ("task=document", "data=documents", f"data.root={rows}", f"data.cache={tmp_path / 'cache'}")

@@ -47,6 +47,8 @@ def run(cfg: DictConfig) -> ExportReport:
 
     keys = read_command(Export, cfg)
     format = keys.format or _format_of(keys.output)
+    if keys.precision != "float32" and format != "onnx":
+        raise ValueError(f"precision={keys.precision} is for ONNX files, not format={format}")
     tasks = {name: base for base in EXPORTS for name in registry.like(base)}
     loaded = checkpoint.load(keys.checkpoint, weights=keys.weights, any_resolution=keys.dynamic_resolution, tasks=tasks)
     model: Any = loaded.backbone
@@ -73,6 +75,10 @@ def run(cfg: DictConfig) -> ExportReport:
         **options,
     )
     record_run(report, loaded, kind, options)
+    if keys.precision != "float32":
+        from longseq.tools.export.precision import shrink
+
+        report = shrink(report, loaded, keys.precision, keys.allowed_drop)
     report.print()
     return report
 
