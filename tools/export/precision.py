@@ -1,9 +1,11 @@
-"""Smaller ONNX files: linear layers in float16 or int8, by onnxruntime's converters. All other nodes stay float32."""
+"""Smaller ONNX files: linear layers in float16, or in int8 by onnxruntime's quantization. All else stays float32."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Collection
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,6 +15,7 @@ from longseq.files import sha256
 from longseq.tasks import evaluate, registry
 from longseq.tasks.training.checkpoint import Loaded
 from longseq.tools.export.checked_file import quiet
+from longseq.tools.export.onnx_file import clean
 from longseq.tools.export.report import ExportReport
 
 
@@ -59,27 +62,52 @@ def convert(source: Path, target: Path, precision: str) -> None:
     import onnx
 
     model = onnx.load(str(source))
-    weights = {weight.name for weight in model.graph.initializer}
-    linear, others = [], []
-    for node in model.graph.node:
-        is_linear = node.op_type in ("MatMul", "Gemm") and node.input[1] in weights
-        (linear if is_linear else others).append(node.name)
+    weights = {weight.name for weight in model.graph.initializer if len(weight.dims) == 2}
+    linear = {node.name for node in model.graph.node if node.op_type in ("MatMul", "Gemm") and node.input[1] in weights}
     facts = {prop.key: prop.value for prop in model.metadata_props} | {"precision": precision}
     with quiet():
         if precision == "int8":
             from onnxruntime.quantization import QuantType, quantize_dynamic
 
-            kinds = {"op_types_to_quantize": ["MatMul", "Gemm"], "nodes_to_quantize": linear}
+            kinds = {"op_types_to_quantize": ["MatMul", "Gemm"], "nodes_to_quantize": sorted(linear)}
             quantize_dynamic(source, target, **kinds, per_channel=True, weight_type=QuantType.QInt8)
             model = onnx.load(str(target))
         else:
-            from onnxruntime.transformers.float16 import convert_float_to_float16
-
-            model = convert_float_to_float16(
-                model, keep_io_types=True, node_block_list=others, disable_shape_infer=True
-            )
+            _halve(model, linear)
+            clean(model)
     onnx.helper.set_model_props(model, facts)
     onnx.save(model, str(target))
+
+
+def _halve(model: Any, linear: Collection[str]) -> None:
+    """Let the nodes `linear` compute in float16. Their outputs keep their names: bodies of loops may read them, which
+    onnxruntime's converter to float16 does not know.
+    """
+    from onnx import TensorProto, helper, numpy_helper
+
+    graph = model.graph
+    weights = {weight.name: weight for weight in graph.initializer}
+    nodes, made = [], set()
+    for node in deepcopy(list(graph.node)):
+        nodes.append(node)
+        if node.name not in linear:
+            continue
+        for place, name in enumerate(node.input):
+            node.input[place] = half = f"{name}.float16"
+            if half in made:
+                continue
+            made.add(half)
+            if name in weights:
+                graph.initializer.append(
+                    numpy_helper.from_array(numpy_helper.to_array(weights[name]).astype("e"), half)
+                )
+            else:
+                nodes.insert(-1, helper.make_node("Cast", [name], [half], to=TensorProto.FLOAT16))
+        whole = node.output[0]
+        node.output[0] = f"{whole}.of_float16"
+        nodes.append(helper.make_node("Cast", [node.output[0]], [whole], to=TensorProto.FLOAT))
+    del graph.node[:]
+    graph.node.extend(nodes)
 
 
 def _measure(file: Path, folder: Path, metric: str) -> float:
