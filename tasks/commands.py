@@ -16,7 +16,7 @@ Names = Annotated[list[str], Field(min_length=1)]
 class FromCheckpoint(Command):
     """The keys of a command that reads a checkpoint."""
 
-    checkpoint: str = key(..., "a FILE of `longseq train`, a FOLDER of save_pretrained, or hf-hub:OWNER/NAME")
+    checkpoint: str = key(..., "a FILE of `longseq train` or `export`, a FOLDER of save_pretrained, or hf-hub:OWNER/NAME")
     weights: Weights = key("auto", "ema: the averaged weights; model: the others; auto: the averaged ones if any")
 
 
@@ -170,6 +170,12 @@ class Export(FromCheckpoint):
         "standard",
         "of ONNX: onnxruntime writes recurrences as nodes of onnxruntime 1.25.1 and later, opset27 as nodes of ONNX's "
         "opset 27, for onnxruntime 1.32",
+    )
+    precision: Literal["float32", "float16", "int8"] = key(
+        "float32", "of ONNX: float16 or int8 for linear layers; recurrences and states stay float32"
+    )
+    allowed_drop: float = key(
+        0.01, "with float16 or int8: how much worse task.metric may get on the validation data; then no file is kept"
     )
     batch_sizes: Annotated[list[Count], Field(min_length=1)] = key(
         [1, 3, 8], "batch sizes for the comparison with the model"

@@ -35,7 +35,7 @@ import torch  # noqa: E402
 HAS_GPU = torch.cuda.is_available()
 
 # Tests of these kinds are never fast.
-NEVER_FAST = ("gpu", "oracle", "soak", "slow")
+NEVER_FAST = ("gpu", "oracle", "clients", "soak", "slow")
 # Tests with a fast case for each operation or mixer, which one of these parameters names.
 SUBJECTS = ("op", "mixer", "name")
 ABOUT_EACH = (

@@ -27,6 +27,7 @@ from longseq.tasks.report import quiet_libraries
 from longseq.tasks.training import checkpoint
 from longseq.tasks.training.configuration import Config, resolve
 from longseq.tasks.training.recipe import device_batch_size
+from longseq.tools.export.file_model import FileModel
 from longseq.tools.model_facts import describe_model
 
 __all__ = ["describe_model", "find_devices", "list_mixers", "list_models", "print_description", "run"]
@@ -44,7 +45,10 @@ def run(cfg: DictConfig) -> Any:
         show = print_description
         model, data, recipe = _model_and_data(config)
         device = str(choose_device(config["device"]))
-        facts = {**describe_model(model, data, device, _precision(config)), "devices": find_devices()}
+        described = model.architecture() if isinstance(model, FileModel) else model
+        facts = {**describe_model(described, data, device, _precision(config)), "devices": find_devices()}
+        if isinstance(model, FileModel):  # its kernels are those of its program
+            facts |= {"operations": {}, "file": model.summary()}
         facts |= {} if recipe is None else {"recipe": recipe}
     if config["format"] == "json":
         print(json.dumps(facts, indent=2))
@@ -169,6 +173,11 @@ def _verdict(backend: str, against: list[str], judged: Mapping[str, Any]) -> str
 def _figures(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     parameters, decay, flops = facts["parameters"], facts["weight_decay"], facts["flops"]
     rows = []
+    if "file" in facts:
+        file = facts["file"]
+        opset = f", opset {file['opset']}" if "opset" in file else ""
+        nodes = "".join(f", {count} {name}" for name, count in file.get("operators", {}).items())
+        rows.append(("file", f"{file['format']}{opset}{nodes}, {file['size'] / 2**20:.1f} MiB"))
     sample = "sequence"
     if "images" in facts:
         sample = "image"

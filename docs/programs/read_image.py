@@ -1,5 +1,6 @@
 """The pixels of a picture for an exported file: uint8 [channels, height, width]"""
 
+import io
 import json
 import math
 
@@ -7,12 +8,13 @@ import numpy as np
 from PIL import Image, ImageOps
 
 
-def read_image(path, facts):
-    """Read a picture as `longseq predict` does; `facts` are the metadata of the file."""
+def read_image(picture, facts):
+    """Read a picture, a path or bytes, as `longseq predict` does; `facts` are the metadata of the exported file."""
     size, channels = json.loads(facts["img_size"]), int(facts["in_chans"])
     height, width = size if isinstance(size, list) else (size, size)
     mode = facts["crop_mode"]
-    with open(path, "rb") as file:  # Pillow 13 misreads turned TIFF files that it opens by their names
+    # Pillow 13 misreads turned TIFF files that it opens by their names.
+    with io.BytesIO(picture) if isinstance(picture, bytes) else open(picture, "rb") as file:
         image = ImageOps.exif_transpose(Image.open(file))
     if image.mode[0] in "IF":  # grey of 16 bits, or floats in 0..1
         white = 1 if image.mode == "F" else 65535

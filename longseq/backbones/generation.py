@@ -246,4 +246,4 @@ def can_record(model: nn.Module) -> bool:
     """Whether a CUDA graph can record the steps of a model."""
     on_gpu = next(model.parameters()).device.type == "cuda"
     mixers = [module for module in model.modules() if isinstance(module, Mixer)]
-    return on_gpu and all(mixer.preallocates or not mixer.growing_state for mixer in mixers)
+    return on_gpu and bool(mixers) and all(mixer.preallocates or not mixer.growing_state for mixer in mixers)

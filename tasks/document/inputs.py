@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from longseq.backbones.classifier import TextClassifier
 from longseq.backbones.segments import find_obstacle, read_in_segments, whole_chunks
 from longseq.kernels.packing import Packing
 from longseq.tasks.data.module import Inputs, Predict, Prediction, Unreadable, decided_details, predictions_of
@@ -66,7 +65,7 @@ class DocumentFiles(Inputs):
         if find_obstacle(model) is None:
             segment = most = whole_chunks(model, most)  # type: ignore[arg-type]
         group: list[_Document] = []
-        positions = model.body.max_length if isinstance(model, TextClassifier) else None
+        positions = getattr(getattr(model, "body", None), "max_length", None)
         for one in self._documents(keys.truncation or self.info.truncation, positions):
             if isinstance(one, Unreadable):
                 yield one

@@ -56,7 +56,7 @@ class CarriedState:
         carry, device = inputs.carry, inputs.tokens.device
         assert carry is not None
         sequences = len(inputs.tokens) if inputs.cu_seqlens is None else len(inputs.cu_seqlens) - 1
-        start = self.model.initial_state(sequences, device, self.model.embedding.weight.dtype)
+        start = self.model.initial_state(sequences, device, next(self.model.parameters()).dtype)
         if self.rows is None:
             return start
         places = torch.arange(sequences, device=device) if carry.first is None else carry.first

@@ -207,5 +207,7 @@ class _Row:
 
 
 def _fingerprint(model: TokenBackbone) -> str:
-    """A model's arguments and the checksum of its weights."""
+    """A model's arguments and the checksum of its weights; the checksum of an exported file."""
+    if (checksum_of_file := getattr(model, "sha256", None)) is not None:
+        return str(checksum_of_file)
     return json.dumps([describe(model)["model_args"], checksum(model.state_dict())], sort_keys=True, default=str)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import importlib
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,6 +20,9 @@ from longseq.tokenizer_files import SETTINGS_FILE, find_separator
 
 # The window, in tokens, of a language model whose training window is unknown.
 WINDOW = 2048
+
+# The models of exported files, in a layer above this one.
+FILE_MODELS = "longseq.tools.export.file_model"
 
 
 @dataclass(frozen=True)
@@ -49,17 +52,17 @@ def load(
     path: str | Path,
     weights: str = "auto",
     map_location: str | torch.device = "cpu",
-    model_options: Mapping[str, Any] = MappingProxyType({}),
     any_resolution: bool = False,
     key: str = "checkpoint",
     tasks: Collection[str] = ("image",),
 ) -> Loaded:
     """Rebuild the model of a checkpoint or a folder from its saved description (see `longseq.models`).
 
+    The model of an exported file runs the file (see `longseq.tools.export.file_model`).
+
     Args:
         path: hf-hub:OWNER/NAME is fetched from the Hugging Face hub, unless its cache has it.
         weights: "ema" (the average of the weights), "model" (the raw weights) or "auto": the average if there is one.
-        model_options: arguments of the model to replace, such as dynamic_img_size; they must not change its weights.
         any_resolution: resize positions, so that the model takes images of any size.
         key: the name under which the user gave the file.
         tasks: whose models the caller can use.
@@ -70,11 +73,12 @@ def load(
     """
     label = f"{key}={path}"
     file = find_source(path)
-    saved = read(file, weights, label)
+    exported = importlib.import_module(FILE_MODELS) if _is_exported(file) else None
+    saved = exported.read(file, weights, label) if exported else read(file, weights, label)
     task, config = _find_task(saved, tasks)
-    backbone = restore(saved, model_options)
-    if any_resolution and saved.text is None and not takes_any_resolution(backbone):
-        backbone = restore(saved, {**model_options, "dynamic_img_size": True})
+    backbone = exported.restore(saved, file) if exported else restore(saved)
+    if any_resolution and saved.text is None and not (exported or takes_any_resolution(backbone)):
+        backbone = restore(saved, {"dynamic_img_size": True})
     return Loaded(
         path=Path(path),
         file=file / weight_files(file)[0] if file.is_dir() else file,
@@ -86,6 +90,11 @@ def load(
         epoch=saved.run["epoch"] + 1 if "epoch" in saved.run else 0,  # Lightning counts from 0, runs print from 1
         global_step=saved.run.get("global_step", 0),
     )
+
+
+def _is_exported(file: Path) -> bool:
+    """Whether `longseq export` wrote the file, which then has FILE.json next to it."""
+    return file.suffix in (".onnx", ".pt2") or (file.suffix != ".ckpt" and Path(f"{file}.json").is_file())
 
 
 def _find_task(saved: SavedModel, tasks: Collection[str]) -> tuple[str, dict[str, Any]]:

@@ -45,8 +45,8 @@ def test_without_an_average_the_weights_are_the_models(checkpoint: Path, tmp_pat
         load(plain, weights="ema")
 
 
-def test_model_options_replace_those_of_the_configuration(checkpoint: Path) -> None:
-    backbone = load(checkpoint, model_options={"dynamic_img_size": True}).backbone
+def test_a_model_can_be_loaded_for_images_of_any_size(checkpoint: Path) -> None:
+    backbone = load(checkpoint, any_resolution=True).backbone
     assert backbone(torch.zeros(1, 1, 12, 16)).shape == (1, 10)
 
 

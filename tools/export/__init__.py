@@ -43,13 +43,18 @@ def run(cfg: DictConfig) -> ExportReport:
     # Imported here, because an export from Python needs no training packages.
     from longseq.tasks import registry
     from longseq.tasks.training import checkpoint
+    from longseq.tools.export.file_model import record_run
 
     keys = read_command(Export, cfg)
     format = keys.format or _format_of(keys.output)
+    if keys.precision != "float32" and format != "onnx":
+        raise ValueError(f"precision={keys.precision} is for ONNX files, not format={format}")
     tasks = {name: base for base in EXPORTS for name in registry.like(base)}
     loaded = checkpoint.load(keys.checkpoint, weights=keys.weights, any_resolution=keys.dynamic_resolution, tasks=tasks)
     model: Any = loaded.backbone
-    export, own = EXPORTS[tasks[loaded.task_name]]
+    kind = tasks[loaded.task_name]
+    export, own = EXPORTS[kind]
+    options = {name: getattr(keys, name) for name in own}
     report = export(
         model,
         Path(keys.output or loaded.file.with_suffix(SUFFIXES[format])),
@@ -67,8 +72,13 @@ def run(cfg: DictConfig) -> ExportReport:
             "epoch": loaded.epoch,
             "global_step": loaded.global_step,
         },
-        **{name: getattr(keys, name) for name in own},
+        **options,
     )
+    record_run(report, loaded, kind, options)
+    if keys.precision != "float32":
+        from longseq.tools.export.precision import shrink
+
+        report = shrink(report, loaded, keys.precision, keys.allowed_drop)
     report.print()
     return report
 

@@ -27,7 +27,7 @@ class FileFormat(Protocol):
         """
 
     def open_file(self, path: Path) -> Callable[..., Any]:
-        """The file as a function like the module, on the CPU; the export compares it with the module."""
+        """The file as a function like the module, on the CPU: for the export's comparison, and as a checkpoint."""
 
 
 _FORMATS: dict[str, Any] = {"onnx": onnx_file, "torchscript": torchscript_file, "pt2": pt2_file}

@@ -58,7 +58,7 @@ def write(module: nn.Module, example: tuple[Any, ...], path: Path, spec: FileSpe
         model = onnx.load(str(path), load_external_data=False)
     else:
         model = program.model_proto
-    _clean(model)
+    clean(model)
     _tie_rows(model, spec)
     facts: dict[str, Any] = {"opset": opset}
     if spec.operators != "standard":
@@ -136,7 +136,7 @@ def optimize(program: Any) -> None:
     program.optimize()
 
 
-def _clean(model: Any) -> None:
+def clean(model: Any) -> None:
     """Remove unused constants (onnxruntime would warn about them), and the exporter's notes on origins.
 
     Those notes are half of a small file, with source lines and paths of this machine.
@@ -203,7 +203,10 @@ def _nodes(graph: Any) -> list[Any]:
 
 def open_file(path: Path) -> Callable[..., Any]:
     """The file as a function of tensors and lists of tensors, run by onnxruntime on the CPU."""
-    import onnxruntime
+    try:
+        import onnxruntime
+    except ModuleNotFoundError as error:
+        raise ImportError("ONNX files need onnxruntime: pip install onnxruntime") from error
 
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     names = [declared.name for declared in session.get_inputs()]

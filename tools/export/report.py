@@ -19,7 +19,8 @@ class ExportReport:
     """The written file and its comparison with the model.
 
     `unit`: an item of a batch: image, token or document. `beside`: files that `path` needs in its folder. `size`: the
-    bytes of all files. Latencies are medians of one call at batch size 1 on this CPU.
+    bytes of all files. Latencies are medians of one call at batch size 1 on this CPU. `shrunk`: what float16 or int8
+    changed, after the comparison and the latencies were measured.
     """
 
     path: Path
@@ -32,6 +33,7 @@ class ExportReport:
     metadata: Mapping[str, Any]
     model_ms: float | None = None
     file_ms: float | None = None
+    shrunk: str | None = None
 
     def print(self) -> None:
         """Print the comparison as a table and the facts about the file below it."""
@@ -47,6 +49,8 @@ class ExportReport:
             console.print(f"one {self.unit}: model {self.model_ms:.1f} ms, file {self.file_ms:.1f} ms")
         size = f"{self.size / 2**20:.1f} MiB"
         console.print(f"{self.format}: {self.path} ({size}, written and checked in {self.seconds:.0f} s)")
+        if self.shrunk is not None:
+            console.print(self.shrunk)
         if (nodes := self.metadata.get("operators")) is not None:
             named = ", ".join(f"{count} {name}" for name, count in nodes.items()) or "none"
             domain, runtime = self.metadata["operators_domain"], self.metadata["onnxruntime"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,6 +70,18 @@ class StateSpec:
             "dtype": self.dtype,
             "start": start,
         }
+
+    @classmethod
+    def from_dict(cls, facts: Mapping[str, Any]) -> StateSpec:
+        """The inverse of `to_dict`."""
+        dtype, shape = getattr(torch, facts["dtype"]), tuple(facts["shape"])
+        sizes = [{"batch": 1, "past": 0}.get(size, size) for size in shape]
+        start = facts["start"]
+        if isinstance(start, str):
+            row = torch.frombuffer(bytearray(base64.b64decode(start)), dtype=dtype).reshape(sizes)
+        else:
+            row = torch.full(sizes, start, dtype=dtype)
+        return cls(facts["input"].removeprefix("state."), shape, row)
 
 
 def state_spec(model: TokenBackbone, max_length: int | None = None) -> list[StateSpec]:
