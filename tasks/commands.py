@@ -16,7 +16,9 @@ Names = Annotated[list[str], Field(min_length=1)]
 class FromCheckpoint(Command):
     """The keys of a command that reads a checkpoint."""
 
-    checkpoint: str = key(..., "a FILE of `longseq train` or `export`, a FOLDER of save_pretrained, or hf-hub:OWNER/NAME")
+    checkpoint: str = key(
+        ..., "a FILE of `longseq train` or `export`, a FOLDER of save_pretrained, or hf-hub:OWNER/NAME"
+    )
     weights: Weights = key("auto", "ema: the averaged weights; model: the others; auto: the averaged ones if any")
 
 

@@ -13,6 +13,8 @@ import pytest
 import torch
 from forked import start_fork
 
+from longseq.backbones.tokens import TokenBackbone
+
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "benchmarks"
 
@@ -88,6 +90,20 @@ def test_models_are_timed_in_training_inference_and_decoding(tmp_path):
     training, packed, decoding = rows_of(tmp_path / "rows.json")
     assert training["training_tokens_of_first"] == packed["training_tokens_of_first"] == 1.0
     assert decoding["decoding_tokens_of_first"] == decoding["generation_tokens_of_first"] == 1.0
+
+
+@pytest.mark.slow
+def test_exported_files_are_compared_with_their_model(tmp_path):
+    torch.manual_seed(0)
+    model = TokenBackbone(vocab_size=257, d_model=16, depth=1, mixer="linear_attention")
+    model.text = {"tokenizer": {"kind": "bytes"}, "window": 32}
+    model.save_pretrained(tmp_path / "model")
+    words = ["model", "batch_sizes=[1]", "--variants", "torchscript", "--seconds=0.01", "--output=rows.json"]
+    run(tmp_path, "exported", *words)
+    first, file = rows_of(tmp_path / "rows.json")
+    assert (first["variant"], file["variant"]) == ("checkpoint", "torchscript")
+    assert float(file["difference"]) < 1e-5
+    assert min(row[name] for row in (first, file) for name in ("mib", "ms_of_1", "ms_of_32")) > 0
 
 
 @pytest.mark.slow
