@@ -94,7 +94,8 @@ def load(
 
 def _is_exported(file: Path) -> bool:
     """Whether `longseq export` wrote the file, which then has FILE.json next to it."""
-    return file.suffix in (".onnx", ".pt2") or (file.suffix != ".ckpt" and Path(f"{file}.json").is_file())
+    described = file.is_file() and file.suffix != ".ckpt" and Path(f"{file}.json").is_file()
+    return described or file.suffix in (".onnx", ".pt2")
 
 
 def _find_task(saved: SavedModel, tasks: Collection[str]) -> tuple[str, dict[str, Any]]:
