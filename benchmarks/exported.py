@@ -1,4 +1,4 @@
-"""Compare a checkpoint with its exported files: every format, and every set of operators of ONNX.
+"""Compare a checkpoint with its exported files: every format, and every set of operators and precision of ONNX.
 
 python benchmarks/exported.py CHECKPOINT [EXPORT_KEY=VALUE ...]
 
@@ -33,6 +33,9 @@ VARIANTS = {
     "onnx": ("file.onnx",),
     "onnx, operators=onnxruntime": ("file.onnx", "operators=onnxruntime"),
     "onnx, operators=opset27": ("file.onnx", "operators=opset27"),
+    "onnx, precision=float16": ("file.onnx", "precision=float16"),
+    "onnx, precision=int8": ("file.onnx", "precision=int8"),
+    "onnx, operators=onnxruntime precision=int8": ("file.onnx", "operators=onnxruntime", "precision=int8"),
     "torchscript": ("file.pt",),
     "pt2": ("file.pt2",),
 }
