@@ -238,9 +238,10 @@ def _delta_rule(sampler: InputSampler, variant: str) -> Inputs:
     "grouped_plain",
 )
 def _linear_attention(sampler: InputSampler, variant: str) -> Inputs:
-    heads, groups, key_dim, value_dim = sampler.size(H=2, G=1, K=4, V=3)
+    grouped = variant.startswith("grouped")
+    heads, key_dim, value_dim = sampler.size(H=4 if grouped else 2, K=4, V=3)
     shape = (sampler.batch, sampler.tokens, heads)
-    of_keys = (*shape[:2], groups if variant.startswith("grouped") else heads, key_dim)
+    of_keys = (*shape[:2], *(sampler.size(G=max(heads // 2, 1)) if grouped else (heads,)), key_dim)
     sequences = {
         "q": sampler.normal(*of_keys),
         "k": sampler.normal(*of_keys),

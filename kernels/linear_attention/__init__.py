@@ -17,14 +17,12 @@ TRITON_WIDTH = 512  # of a state's rows and columns
 
 
 def _check(op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, g_value: Tensor | None, **_: Any) -> None:
-    if q.dim() == v.dim() > 2 and not is_exporting() and not _fits(q.shape[-2], v.shape[-2]):
-        raise ValueError(f"{op}: q and k have {q.shape[-2]} heads, which do not divide the {v.shape[-2]} of v")
+    if q.dim() == v.dim() > 2 and not is_exporting():
+        groups, heads = q.shape[-2], v.shape[-2]
+        if groups != heads and (0 in (groups, heads) or heads % groups):
+            raise ValueError(f"{op}: q and k have {groups} heads, which do not divide the {heads} of v")
     if g is not None and g_value is not None:
         raise ValueError(f"{op}: g and g_value are both given, but one gate is the limit; leave one out")
-
-
-def _fits(groups: int, heads: int) -> bool:
-    return groups == heads or (0 < groups <= heads and heads % groups == 0)
 
 
 def _kind(q: Tensor, v: Tensor, g: Tensor | None, g_value: Tensor | None, **_: Any) -> str:
