@@ -9,11 +9,9 @@ from longseq.kernels.recurrence import Sequences, run_recurrence, run_segments, 
 
 def repeat_keys(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """q and k [..., G, K], repeated for the heads of v [..., H, V] that share them: a view if G is 1."""
-    groups, heads = q.shape[-2], v.shape[-2]
-    if groups == heads:
-        return q, k
-    size = -1, heads // groups, -1
-    q, k = (x.unsqueeze(-2).expand(*x.shape[:-2], *size).flatten(-3, -2) for x in (q, k))
+    if q.shape[-2] != v.shape[-2]:
+        share = v.shape[-2] // q.shape[-2]
+        q, k = (x.unsqueeze(-2).expand(*x.shape[:-1], share, -1).flatten(-3, -2) for x in (q, k))
     return q, k
 
 

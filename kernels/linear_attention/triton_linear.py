@@ -18,6 +18,8 @@ gate per key channel, and K is at most WHOLE, the states stay in registers.
 """
 
 import math
+from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -436,26 +438,17 @@ class _Passes:
             )  # fmt: skip
 
     def differentiate_group(
-        self,
-        q: Tensor,
-        k: Tensor,
-        d_output: Tensor,
-        v: Tensor,
-        g: Tensor | None,
-        states: _States,
-        d_states: _States,
-        gradients: tuple[Tensor, Tensor, Tensor],
+        self, inputs: Sequence[Tensor | None], states: _States, d_states: _States, gradients: Sequence[Tensor]
     ) -> None:
-        """Write the `gradients` of q, k and g, where heads share q and k."""
-        plan = self.plan
+        """Write the `gradients` of q, k and g for the `inputs` q, k, d_o, v and g, where heads share q and k."""
+        plan, like = self.plan, gradients[0]
         block = plan.block("differentiate_group", plan.key_dim)
         find_launch(
-            differentiate_group, q.device, plan.slots * q.shape[2] * cdiv(plan.key_dim, block),
-            (self.scale, self.tokens, self.heads, q.shape[0] * self.tokens,
-             *strides(q), *strides(k), *strides(d_output), *strides(v), *strides(g)),
+            differentiate_group, like.device, plan.slots * like.shape[2] * cdiv(plan.key_dim, block),
+            (self.scale, self.tokens, self.heads, like.shape[0] * self.tokens, *chain(*map(strides, inputs))),
             K=plan.key_dim, V=plan.value_dim, SHARE=plan.share, GATE=plan.gate, TILE=plan.tile, BLOCK=block,
             **self.constants, **plan.options("differentiate_group"),
-        )(q, k, d_output, v, g, self.cu_seqlens, self.sequence_of, *states, *d_states, *gradients)  # fmt: skip
+        )(*inputs, self.cu_seqlens, self.sequence_of, *states, *d_states, *gradients)  # fmt: skip
 
     def _state_layout(self, by_value: bool) -> dict[str, int]:
         """The constants for states as matrices with key rows and value columns, or transposed with `by_value`."""
@@ -630,7 +623,7 @@ def linear_attention_backward(
         if wanted[2]:
             passes.read(k, d_output, g, scores, d_states, d_v, transposed=True)
         if wanted[0]:
-            passes.differentiate_group(q, k, d_output, v, g, states, d_states, (d_q, d_k, d_g))
+            passes.differentiate_group((q, k, d_output, v, g), states, d_states, (d_q, d_k, d_g))
     else:
         keys = passes.decay(q, k, g) if g is not None and plan.gate == "key" else None
         tiles = plan.tiles(plan.value_dim)

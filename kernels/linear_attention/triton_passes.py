@@ -968,9 +968,7 @@ def differentiate_group(
     i = tl.arange(0, CHUNK)
     xs, x_unit = load_scaled(q, q_token * NEXT, live, column, K, SCALED, CHUNK, BLOCK)
     ys, y_unit = load_scaled(k, k_token * NEXT, live, column, K, SCALED, CHUNK, BLOCK)
-    among = tl.zeros((CHUNK, CHUNK), tl.float32)
-    if GATE == "head":
-        among = tl.dot(xs, tl.trans(ys), input_precision=PRECISION) * (x_unit * y_unit * scale)
+    among = tl.dot(xs, tl.trans(ys), input_precision=PRECISION) * (x_unit * y_unit * scale)
     d_scores = tl.zeros((CHUNK, CHUNK), tl.float32)
     all_read = tl.zeros((CHUNK, BLOCK), tl.float32)
     all_written = tl.zeros((CHUNK, BLOCK), tl.float32)
@@ -994,8 +992,7 @@ def differentiate_group(
             products += tl.dot(outs, tl.trans(values), input_precision=PRECISION) * (out_unit * value_unit)
             read += tl.dot(outs, state, input_precision=PRECISION) * (out_unit * unit)
             written += tl.dot(values, after, input_precision=PRECISION) * (value_unit * d_unit)
-            if GATE == "head":
-                kept += tl.sum(state.to(tl.float32) * after.to(tl.float32), 0) * (unit * d_unit)
+            kept += tl.sum(state.to(tl.float32) * after.to(tl.float32), 0) * (unit * d_unit)
         if GATE == "head":
             gates = g + row * g_row + start * g_token + head * g_head
             own = load_numbers(gates, g_token * NEXT, live, CHUNK)
@@ -1005,7 +1002,6 @@ def differentiate_group(
             products *= _decay_pairs(own, SCALED, CHUNK)
         products = tl.where(i[:, None] >= i[None, :], products, 0.0)
         if GATE == "head":
-            # As in `differentiate`.
             reads = tl.sum(xs.to(tl.float32) * read, 1) * (x_unit * scale)
             writes = tl.sum(ys.to(tl.float32) * written, 1) * y_unit
             before = of_token_before(tl.cumsum(writes, 0) + add_separated(products * among, CHUNK), CHUNK)
