@@ -99,6 +99,8 @@ CASES: dict[str, tuple[Case, ...]] = {
         Case("plain", 130).packed(),
         *(Case(f"{kind}_gated", 130, kind=kind).packed() for kind in ("head", "channel", "value")),
         # Cut into segments of time, which begin from a state or not.
+        *(Case(kind, 130, kind=kind) for kind in ("grouped", "grouped_plain")),
+        *(Case(kind, 4100, kind=kind).packed() for kind in ("grouped", "grouped_plain")),
         *(stateless("plain", 4100), Case("plain", 4100).packed()),
         *(stateless(f"{kind}_gated", 4100, kind=kind) for kind in ("head", "channel", "value")),
         *(Case(f"{kind}_gated", 4100, kind=kind).packed() for kind in ("head", "channel", "value")),

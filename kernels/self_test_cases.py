@@ -84,7 +84,8 @@ def _linear_attention() -> tuple[Case, ...]:
     strong = [stateless(f"extreme_{kind}_decay", 130, kind=kind) for kind in kinds[2:]]
     # Cut into segments of time.
     cut = [case._replace(tokens=4100) for case in plain]
-    return *plain, *strong, *cut, *(case.without_gradient() for case in plain)
+    grouped = [stateless(kind, 130, kind=kind) for kind in ("grouped", "grouped_plain")]
+    return *plain, *strong, *cut, *grouped, *(case.without_gradient() for case in (*plain, *grouped))
 
 
 def _scan() -> tuple[Case, ...]:

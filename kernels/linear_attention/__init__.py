@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
+from longseq.kernels.dispatch import is_exporting
 from longseq.kernels.linear_attention.chunk import linear_attention_chunk
 from longseq.kernels.linear_attention.reference import linear_attention_reference, linear_attention_step_torch
 from longseq.kernels.operation import Recurrence, operation, step
@@ -15,19 +16,26 @@ __all__ = ["linear_attention", "linear_attention_step"]
 TRITON_WIDTH = 512  # of a state's rows and columns
 
 
-def _check(op: str, g: Tensor | None, g_value: Tensor | None, **_: Any) -> None:
+def _check(op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, g_value: Tensor | None, **_: Any) -> None:
+    if q.dim() == v.dim() > 2 and not is_exporting():
+        groups, heads = q.shape[-2], v.shape[-2]
+        if groups != heads and (0 in (groups, heads) or heads % groups):
+            raise ValueError(f"{op}: q and k have {groups} heads, which do not divide the {heads} of v")
     if g is not None and g_value is not None:
         raise ValueError(f"{op}: g and g_value are both given, but one gate is the limit; leave one out")
 
 
-def _kind(g: Tensor | None, g_value: Tensor | None, **_: Any) -> str:
-    return "value" if g_value is not None else "" if g is None else "head" if g.dim() == 3 else "channel"
+def _kind(q: Tensor, v: Tensor, g: Tensor | None, g_value: Tensor | None, **_: Any) -> str:
+    kind = "value" if g_value is not None else "" if g is None else "head" if g.dim() == 3 else "channel"
+    if q.shape[2] == v.shape[2] or kind in ("channel", "value"):
+        return kind
+    return "grouped" if kind else "grouped_plain"
 
 
 _RECURRENCE = Recurrence(
     {
-        "q": "B T H K",
-        "k": "B T H K",
+        "q": "B T G K",
+        "k": "B T G K",
         "v": "B T H V",
         "g": "B T H | B T H K",
         "g_value": "B T H V",
@@ -70,9 +78,9 @@ def linear_attention(
     with at most one of the two gates. Tokens with k = 0 or v = 0, and gates of 0, leave the state as it is. No feature
     map and no normaliser are applied.
 
-    Shapes: q, k [B, T, H, K]; v, o [B, T, H, V]; g [B, T, H] (one decay per head) or [B, T, H, K] (one per key
-    channel); g_value [B, T, H, V] (one per value channel); gates <= 0 (logs; any magnitude is safe); states [B, H, K,
-    V].
+    Shapes: q, k [B, T, G, K], where G divides H, and H / G heads in a row share a query and a key; v, o [B, T, H, V]; g
+    [B, T, H] (one decay per head) or [B, T, H, K] (one per key channel); g_value [B, T, H, V] (one per value channel);
+    gates <= 0 (logs; any magnitude is safe); states [B, H, K, V].
 
     Packing: `cu_seqlens` [N + 1] holds 0 and the end of each packed sequence; B is 1 and states are [N, H, K, V].
 
@@ -112,7 +120,7 @@ def linear_attention_step(
     scale: float = 1.0,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """One token of `linear_attention`: q, k [B, H, K]; v, g_value [B, H, V]; g [B, H] or [B, H, K]; state [B, H, K, V].
+    """One token of `linear_attention`: q, k [B, G, K]; v, g_value [B, H, V]; g [B, H] or [B, H, K]; state [B, H, K, V].
 
     Returns o [B, H, V] in v's dtype and the next state, in the state's own dtype.
 

@@ -38,6 +38,7 @@ from longseq.kernels.chunks import (
 )
 from longseq.kernels.custom_op import refuse_transforms
 from longseq.kernels.dispatch import is_exporting
+from longseq.kernels.linear_attention.reference import repeat_keys
 from longseq.kernels.once_differentiable import once_differentiable
 from longseq.kernels.precision import without_autocast
 from longseq.kernels.reading import Reverse
@@ -62,6 +63,7 @@ def linear_attention_chunk(
 
     What no wanted gradient needs is neither saved nor computed.
     """
+    q, k = repeat_keys(q, k, v)
 
     def core(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
         arguments: tuple[Any, ...] = (*sequences, state, scale, chunk_size)

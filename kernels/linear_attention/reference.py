@@ -7,6 +7,14 @@ from longseq.kernels.reading import Reverse
 from longseq.kernels.recurrence import Sequences, run_recurrence, run_segments, token
 
 
+def repeat_keys(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """q and k [..., G, K], repeated for the heads of v [..., H, V] that share them: a view if G is 1."""
+    if q.shape[-2] != v.shape[-2]:
+        share = v.shape[-2] // q.shape[-2]
+        q, k = (x.unsqueeze(-2).expand(*x.shape[:-1], share, -1).flatten(-3, -2) for x in (q, k))
+    return q, k
+
+
 def linear_attention_step_torch(
     q: Tensor,
     k: Tensor,
@@ -18,6 +26,7 @@ def linear_attention_step_torch(
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """`linear_attention_step` in torch: differentiable, in the state's precision."""
+    q, k = repeat_keys(q, k, v)
     dtype = state.dtype
     if g_value is not None:
         state = state * g_value.to(dtype).exp()[..., None, :]
@@ -57,7 +66,7 @@ def linear_attention_reference(
         recurrence,
         (q, k, v, g, g_value),
         initial_state,
-        (*k.shape[2:], v.shape[3]),
+        (v.shape[2], k.shape[3], v.shape[3]),
         output_dtype=v.dtype,
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,

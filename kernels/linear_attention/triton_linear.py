@@ -18,6 +18,8 @@ gate per key channel, and K is at most WHOLE, the states stay in registers.
 """
 
 import math
+from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -26,9 +28,11 @@ from torch import Tensor
 
 from longseq.kernels.custom_op import custom_op
 from longseq.kernels.devices import channels_adjacent
+from longseq.kernels.linear_attention.reference import repeat_keys
 from longseq.kernels.linear_attention.triton_passes import (
     decay_channels,
     differentiate,
+    differentiate_group,
     read,
     score,
     score_by_level,
@@ -64,6 +68,7 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
         "walk_and_read": Launch(0, 0, 4, 3) if width == 64 else Launch(0, 0, 4, 2),
         "read": Launch(64, 0, 4, 2) if width == 64 else Launch(128, 0, 8, 2),
         "differentiate": Launch(64, 0, 4, 1),
+        "differentiate_group": Launch(64, 0, 8, 2),
         "read_channels": Launch(64, 0, 4, 2),
         "read_channels_by_level": Launch(32, 0, 8, 1),
         "differentiate_channels": Launch(64, 0, 4, 1) if width == 64 else Launch(64, 0, 4, 2),
@@ -79,6 +84,7 @@ LAUNCHES |= {
         "walk": Launch(0, 0, 4, 1),
         "read": Launch(32, 0, 4, 1),
         "differentiate": Launch(32, 0, 8, 1),
+        "differentiate_group": Launch(32, 0, 8, 1),
         "read_channels": Launch(32, 0, 4, 1),
         "read_channels_by_level": Launch(16, 0, 4, 1),
         "differentiate_channels": Launch(16, 0, 4, 1),
@@ -110,6 +116,7 @@ class _Plan(NamedTuple):
     sequences: int
     key_dim: int
     value_dim: int
+    share: int  # heads that have the same queries and keys
     gate: str  # "none", "head", "key" or "value"
     launches: dict[str, Launch]
 
@@ -152,15 +159,15 @@ class _Plan(NamedTuple):
 def _plan(
     q: Tensor, v: Tensor, g: Tensor | None, g_value: Tensor | None, cu_seqlens: Tensor | None, precise: bool
 ) -> _Plan:
-    batch, tokens, _, key_dim = q.shape
-    value_dim = v.shape[3]
+    batch, tokens, groups, key_dim = q.shape
+    heads, value_dim = v.shape[2:]
     dtype = torch.float32 if precise else torch.float16
     chunk = CHUNKS[dtype.itemsize]
     sequences = count_sequences(batch, cu_seqlens)
     slots = count_slots(batch, tokens, chunk, cu_seqlens)
     gate = "value" if g_value is not None else "none" if g is None else "head" if g.dim() == 3 else "key"
     launches = LAUNCHES[dtype.itemsize, 64 if max(key_dim, value_dim) <= 64 else 512]
-    return _Plan(dtype, chunk, slots, sequences, key_dim, value_dim, gate, launches)
+    return _Plan(dtype, chunk, slots, sequences, key_dim, value_dim, heads // groups, gate, launches)
 
 
 class _Tiles(NamedTuple):
@@ -264,11 +271,11 @@ class _Passes:
 
     def score(self, x: Tensor, y: Tensor, g: Tensor | None, tiles: tuple[_Tiles, _Tiles] | None = None) -> _Scores:
         """tril(X Yᵀ), decayed by the gate per head `g` if given. With `tiles`, x and y are stored there as tiles."""
-        plan, width = self.plan, x.shape[3]
+        plan, heads, width = self.plan, *x.shape[2:]
         scores = _allocate_scores(plan, x)
         into = (x, x, x, x) if tiles is None else (*tiles[0], *tiles[1])
         find_launch(
-            score, x.device, plan.slots * self.heads, (self.tokens, self.heads, *strides(x), *strides(y), *strides(g)),
+            score, x.device, plan.slots * heads, (self.tokens, heads, *strides(x), *strides(y), *strides(g)),
             W=width, GATE="none" if g is None else "head", LEAVES=tiles is not None, BLOCK=plan.tile, **self.constants,
             **plan.options("score"),
         )(x, y, g, self.cu_seqlens, self.sequence_of, *scores, *into)  # fmt: skip
@@ -335,9 +342,9 @@ class _Passes:
             walk, last.device, self.walks * self.heads * plan.tiles(plan.key_dim) * plan.tiles(plan.value_dim),
             (self.scale if backward else 1.0, plan.sequences, self.span, self.tokens, self.heads,
              *_strides(a), *_strides(b), *strides(g)),
-            K=plan.key_dim, V=plan.value_dim, GATE=plan.gate, BACKWARD=backward, HAS_FIRST=first is not None,
-            SEGMENTED=self.span > 0, SUMMARY=summary, ROW=row, COLUMN=column, TILE_K=plan.tile, TILE_V=plan.tile,
-            **self.constants, **plan.options("walk"),
+            K=plan.key_dim, V=plan.value_dim, SHARE=plan.share, GATE=plan.gate, BACKWARD=backward,
+            HAS_FIRST=first is not None, SEGMENTED=self.span > 0, SUMMARY=summary, ROW=row, COLUMN=column,
+            TILE_K=plan.tile, TILE_V=plan.tile, **self.constants, **plan.options("walk"),
         )(*_with_units(a), *_with_units(b), g, whole, self.cu_seqlens, first, *segments, *states, last)  # fmt: skip
 
     def walk_and_read(
@@ -389,7 +396,7 @@ class _Passes:
             read, output.device, plan.slots * self.heads * cdiv(width, block),
             (self.scale, self.tokens, self.heads, *_strides(x), *strides(y), *strides(g)),
             GATE="head" if plan.gate == "head" else "none", DECAYED=isinstance(x, _Tiles), TRANSPOSED=transposed,
-            BLOCK=block, **self._state_layout(by_value), **self.constants, **plan.options("read"),
+            SHARE=plan.share, BLOCK=block, **self._state_layout(by_value), **self.constants, **plan.options("read"),
         )(*_with_units(x), y, g, self.cu_seqlens, self.sequence_of, *scores, *states, output)  # fmt: skip
 
     def differentiate(
@@ -429,6 +436,19 @@ class _Passes:
                 x if decayed is None else decayed.levels, *scores, *states, *(d_states or states),
                 *(x if out is None else out for out in (d_x, d_y, d_g)),
             )  # fmt: skip
+
+    def differentiate_group(
+        self, inputs: Sequence[Tensor | None], states: _States, d_states: _States, gradients: Sequence[Tensor]
+    ) -> None:
+        """Write the `gradients` of q, k and g for the `inputs` q, k, d_o, v and g, where heads share q and k."""
+        plan, like = self.plan, gradients[0]
+        block = plan.block("differentiate_group", plan.key_dim)
+        find_launch(
+            differentiate_group, like.device, plan.slots * like.shape[2] * cdiv(plan.key_dim, block),
+            (self.scale, self.tokens, self.heads, like.shape[0] * self.tokens, *chain(*map(strides, inputs))),
+            K=plan.key_dim, V=plan.value_dim, SHARE=plan.share, GATE=plan.gate, TILE=plan.tile, BLOCK=block,
+            **self.constants, **plan.options("differentiate_group"),
+        )(*inputs, self.cu_seqlens, self.sequence_of, *states, *d_states, *gradients)  # fmt: skip
 
     def _state_layout(self, by_value: bool) -> dict[str, int]:
         """The constants for states as matrices with key rows and value columns, or transposed with `by_value`."""
@@ -510,9 +530,9 @@ def linear_attention(
     q, k, v = channels_adjacent(q), channels_adjacent(k), channels_adjacent(v)
     g, g_value, initial_state, cu_seqlens = _adjacent(g, g_value, initial_state, cu_seqlens)
     plan = _plan(q, v, g, g_value, cu_seqlens, precise)
-    passes = _Passes(plan, q.shape[1], q.shape[2], scale, cu_seqlens, reverse)
-    final = _allocate_state(plan, q, transposed)
-    states = _allocate_states(plan, q, kept=save or not plan.reads_in_walk)
+    passes = _Passes(plan, v.shape[1], v.shape[2], scale, cu_seqlens, reverse)
+    final = _allocate_state(plan, v, transposed)
+    states = _allocate_states(plan, v, kept=save or not plan.reads_in_walk)
     output = v.new_empty(v.shape, dtype=output_dtype)
     if g_value is not None:
         values = passes.decay(None, v, g_value)
@@ -531,7 +551,7 @@ def linear_attention(
             passes.walk(keys.writes, v, g, keys.whole, initial_state, states, final, transposed=transposed)
             passes.read(keys.reads, v, g, scores, states, output)
     else:
-        scores = passes.score(q, k, g)
+        scores = passes.score(q, k, None if plan.share > 1 else g)
         passes.walk(k, v, g, None, initial_state, states, final, transposed=transposed)
         passes.read(q, v, g, scores, states, output)
     return output, final, [*scores, *states] if save else []
@@ -540,8 +560,8 @@ def linear_attention(
 @linear_attention.register_fake
 def _(q, k, v, g, g_value, initial_state, cu_seqlens, scale, reverse, precise, transposed, output_dtype, save):
     plan = _plan(q, v, g, g_value, cu_seqlens, precise)
-    kept = [*_allocate_scores(plan, q), *_allocate_states(plan, q)] if save else []
-    return v.new_empty(v.shape, dtype=output_dtype), _allocate_state(plan, q, transposed), kept
+    kept = [*_allocate_scores(plan, q), *_allocate_states(plan, v)] if save else []
+    return v.new_empty(v.shape, dtype=output_dtype), _allocate_state(plan, v, transposed), kept
 
 
 def _adjacent(
@@ -580,12 +600,13 @@ def linear_attention_backward(
     q, k, v, d_output = channels_adjacent(q), channels_adjacent(k), channels_adjacent(v), channels_adjacent(d_output)
     g, g_value, d_final, cu_seqlens = _adjacent(g, g_value, d_final, cu_seqlens)
     plan = _plan(q, v, g, g_value, cu_seqlens, precise)
-    passes = _Passes(plan, q.shape[1], q.shape[2], scale, cu_seqlens, reverse)
+    passes = _Passes(plan, v.shape[1], v.shape[2], scale, cu_seqlens, reverse)
     scores, states = _Scores(*kept[:2]), _States(*kept[2:])
-    d_states, d_initial = _allocate_states(plan, q), _allocate_state(plan, q, transposed)
+    d_states, d_initial = _allocate_states(plan, v), _allocate_state(plan, v, transposed)
     wanted = _find_needed(plan, g, g_value, wanted)
     d_q, d_k, d_v = _allocate_gradients(q, k, v, wanted)
-    parts = cdiv(plan.key_dim, plan.block("differentiate", plan.key_dim)) if plan.gate == "head" else 1
+    kernel = "differentiate_group" if plan.share > 1 else "differentiate"
+    parts = cdiv(plan.key_dim, plan.block(kernel, plan.key_dim)) if plan.gate == "head" else 1
     d_g, d_g_value = _allocate_parts(parts, q, g), _allocate_parts(1, q, g_value)
     if g_value is not None:
         d_scores = _allocate_scores(plan, q)
@@ -597,6 +618,12 @@ def linear_attention_backward(
             passes.read(values.reads, k, None, d_scores, states, d_q, by_value=True)
         if wanted[1]:
             passes.read(values.writes, q, None, d_scores, d_states, d_k, by_value=True, transposed=True)
+    elif plan.share > 1:
+        passes.walk(q, d_output, g, None, d_final, d_states, d_initial, transposed=transposed, backward=True)
+        if wanted[2]:
+            passes.read(k, d_output, g, scores, d_states, d_v, transposed=True)
+        if wanted[0]:
+            passes.differentiate_group((q, k, d_output, v, g), states, d_states, (d_q, d_k, d_g))
     else:
         keys = passes.decay(q, k, g) if g is not None and plan.gate == "key" else None
         tiles = plan.tiles(plan.value_dim)
@@ -631,12 +658,14 @@ def _(q, k, v, g, g_value, cu_seqlens, kept, d_output, d_final, scale, reverse, 
     plan = _plan(q, v, g, g_value, cu_seqlens, precise)
     gates = (q.new_empty((0,)) if x is None else x.new_empty(x.shape) for x in (g, g_value))
     gradients = _allocate_gradients(q, k, v, _find_needed(plan, g, g_value, wanted))
-    return *gradients, *gates, _allocate_state(plan, q, transposed)
+    return *gradients, *gates, _allocate_state(plan, v, transposed)
 
 
 def _find_needed(plan: _Plan, g: Tensor | None, g_value: Tensor | None, wanted: list[bool]) -> list[bool]:
     """Which of q, k and v get gradients: the wanted ones, and those that a kernel computes that must run anyway."""
     q, k, v = wanted
+    if plan.share > 1:
+        q = k = q or k or g is not None
     return [q, k or g is not None, v or g_value is not None or plan.reads_in_walk]
 
 
@@ -702,6 +731,8 @@ def linear_attention_triton(
 
     `chunk_size` is ignored: the table of launches determines the length of chunks.
     """
+    if g_value is not None or (g is not None and g.dim() == 4):
+        q, k = repeat_keys(q, k, v)
     precise = v.dtype.itemsize > 2  # v decides, as for the output; a feature map may give float32 keys and queries
     o, final = run_linear_attention(q, k, v, g, g_value, initial_state, cu_seqlens, scale, reverse, precise=precise)
     return o, final if output_final_state else None

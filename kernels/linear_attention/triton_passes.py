@@ -7,6 +7,10 @@
     read            (e^b Q) S + P V: the outputs, and gradients of tensors whose columns have no gate
     walk_and_read   both in one kernel, for a gate per key channel where one program holds all key channels
     differentiate   `read` where its columns have the gate, with its transpose and the gate's gradient
+    differentiate_group  gradients of queries and keys that heads share, and of a gate per head
+
+Where SHARE heads have the same queries and keys, the scores are those of the group, and P without the gates' decays:
+kernels that read them for one head decay them.
 
 With a gate per channel, X and Y are the two tensors that have the gate's columns: queries and keys for a gate per key
 channel, gradients of outputs and values for a gate per value channel. Either case is the transpose of the other: the
@@ -176,6 +180,12 @@ def _lowest_level(levels, W: tl.constexpr, TILE: tl.constexpr, LEVELS: tl.conste
     return tl.min(tl.load(levels + tile, mask=tile < (W + TILE - 1) // TILE, other=LEVELS), 0)
 
 
+@triton.jit
+def _decay_pairs(gate, SCALED: tl.constexpr, CHUNK: tl.constexpr):
+    """Decays from each token j of a chunk to a later one i, with any numbers above the diagonal."""
+    return decay_of_logs(log_decays(gate, CHUNK)[0]) if SCALED else decay_between(gate, CHUNK)
+
+
 @triton.jit(do_not_specialize=SIZES)
 def score(
     x, y, g, cu_seqlens, sequence_of, scores, score_units, x_tiles, x_units, y_tiles, y_units,
@@ -210,7 +220,7 @@ def score(
     if GATE == "head":
         g += row * g_row + start * g_token + head * g_head
         gate = load_numbers(g, g_token * NEXT, live, CHUNK)
-        products *= decay_of_logs(log_decays(gate, CHUNK)[0]) if SCALED else decay_between(gate, CHUNK)
+        products *= _decay_pairs(gate, SCALED, CHUNK)
     _store_scores(scores, score_units, products, 1.0, place, SCALED, CHUNK)
 
 
@@ -344,10 +354,10 @@ def _load_start(
 def walk(
     a, a_units, b, b_units, g, whole, cu_seqlens, first, ends, decays, states, state_units, last,
     scale, sequences, span, T, H, a_row, a_token, a_head, b_row, b_token, b_head, g_row, g_token, g_head,
-    K: tl.constexpr, V: tl.constexpr, GATE: tl.constexpr, BACKWARD: tl.constexpr, HAS_FIRST: tl.constexpr,
-    SEGMENTED: tl.constexpr, SUMMARY: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr, PACKED: tl.constexpr,
-    REVERSE: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, TILE_K: tl.constexpr,
-    TILE_V: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, SHARE: tl.constexpr, GATE: tl.constexpr, BACKWARD: tl.constexpr,
+    HAS_FIRST: tl.constexpr, SEGMENTED: tl.constexpr, SUMMARY: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr,
+    PACKED: tl.constexpr, REVERSE: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
+    TILE_K: tl.constexpr, TILE_V: tl.constexpr,
 ):  # fmt: skip
     """One tile of the states of one head of one sequence, S <- e^{b_C} S + scale Aᵀ B, before each chunk and at the
     end.
@@ -373,7 +383,7 @@ def walk(
             return
     NEXT = direction(REVERSE)
     if GATE != "key":
-        a += row * a_row + head * a_head
+        a += row * a_row + head // SHARE * a_head
     if GATE != "value":
         b += row * b_row + head * b_head
     if GATE == "head":
@@ -529,7 +539,7 @@ def read(
     x, x_units, y, g, cu_seqlens, sequence_of, scores, score_units, states, state_units, output,
     scale, T, H, x_row, x_token, x_head, y_row, y_token, y_head, g_row, g_token, g_head,
     E: tl.constexpr, W: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr,
-    UNIT_ROW: tl.constexpr, UNIT_COLUMN: tl.constexpr, TILES: tl.constexpr,
+    UNIT_ROW: tl.constexpr, UNIT_COLUMN: tl.constexpr, TILES: tl.constexpr, SHARE: tl.constexpr,
     GATE: tl.constexpr, DECAYED: tl.constexpr, TRANSPOSED: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
     SCALED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
     STEP: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
@@ -549,7 +559,7 @@ def read(
         return
     NEXT = direction(REVERSE)
     if not DECAYED:
-        x += row * x_row + start * x_token + head * x_head
+        x += row * x_row + start * x_token + head // SHARE * x_head
         x_token *= NEXT
     y += row * y_row + start * y_token + head * y_head
     y_token *= NEXT
@@ -577,12 +587,19 @@ def read(
     if not TRANSPOSED:
         o *= scale
     ys, y_unit = load_scaled(y, y_token, live, column, W, SCALED, CHUNK, BLOCK)
+    place = slot * (H // SHARE) + head // SHARE
     among = scores + place * CHUNK * CHUNK
     if TRANSPOSED:
         among = load_matrix(among, 0, 0, CHUNK, CHUNK, 1, CHUNK, CHUNK, CHUNK)
     else:
         among = load_matrix(among, 0, 0, CHUNK, CHUNK, CHUNK, 1, CHUNK, CHUNK)
     unit = load_unit(score_units, place, SCALED) * y_unit * scale
+    if SHARE > 1 and GATE == "head":
+        i = tl.arange(0, CHUNK)
+        part = _decay_pairs(load_numbers(g, g_token, live, CHUNK), SCALED, CHUNK)
+        part = tl.where(i[:, None] >= i[None, :], part, 0.0)
+        among, among_unit = in_units(among.to(tl.float32) * (tl.trans(part) if TRANSPOSED else part), SCALED)
+        unit *= among_unit
     o += tl.dot(among, ys, input_precision=PRECISION) * unit
     store_tokens(output + ((row * T + start) * H + head) * W, H * W * NEXT, live, column, o, W, CHUNK, BLOCK)
 
@@ -916,3 +933,86 @@ def differentiate(
             before = of_token_before(tl.cumsum(tl.sum(own, 1), 0) + add_separated(pairs, CHUNK), CHUNK)
             dg = tl.sum(kept, 0) + tl.cumsum(reading, 0, reverse=True) + before
             tl.store(d_g + block.to(tl.int64) * tokens * H + token + i * H * NEXT, dg, mask=i < live)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def differentiate_group(
+    q, k, d_o, v, g, cu_seqlens, sequence_of, states, state_units, d_states, d_state_units, d_q, d_k, d_g,
+    scale, T, H, tokens, q_row, q_token, q_head, k_row, k_token, k_head,
+    d_o_row, d_o_token, d_o_head, v_row, v_token, v_head, g_row, g_token, g_head,
+    K: tl.constexpr, V: tl.constexpr, SHARE: tl.constexpr, GATE: tl.constexpr,
+    PACKED: tl.constexpr, REVERSE: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """BLOCK columns of d_q and d_k for one chunk of a group of SHARE heads, and this block's part of the heads' d_g.
+
+        d_q = scale (Σ_h e^b ⊙ dO Sᵀ + dP K);   d_k = Σ_h e^{b_C - b} ⊙ V dSᵀ + scale dPᵀ Q
+
+    dP is the sum of the heads' tril(dO Vᵀ), decayed. Heads are added one after the other: each run gives the same sums.
+    """
+    blocks: tl.constexpr = (K + BLOCK - 1) // BLOCK
+    steps: tl.constexpr = (V + TILE - 1) // TILE
+    tiles: tl.constexpr = (K + TILE - 1) // TILE * steps
+    block = tl.program_id(0) % blocks
+    column = block * BLOCK
+    groups = H // SHARE
+    group = (tl.program_id(0) // blocks % groups).to(tl.int64)
+    slot = (tl.program_id(0) // blocks // groups).to(tl.int64)
+    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
+    if live <= 0:
+        return
+    NEXT = direction(REVERSE)
+    d_g += block.to(tl.int64) * tokens * H + (row * T + start) * H
+    q += row * q_row + start * q_token + group * q_head
+    k += row * k_row + start * k_token + group * k_head
+    i = tl.arange(0, CHUNK)
+    xs, x_unit = load_scaled(q, q_token * NEXT, live, column, K, SCALED, CHUNK, BLOCK)
+    ys, y_unit = load_scaled(k, k_token * NEXT, live, column, K, SCALED, CHUNK, BLOCK)
+    among = tl.dot(xs, tl.trans(ys), input_precision=PRECISION) * (x_unit * y_unit * scale)
+    d_scores = tl.zeros((CHUNK, CHUNK), tl.float32)
+    all_read = tl.zeros((CHUNK, BLOCK), tl.float32)
+    all_written = tl.zeros((CHUNK, BLOCK), tl.float32)
+    for head in range(group * SHARE, group * SHARE + SHARE):
+        place = slot * H + head
+        products = tl.zeros((CHUNK, CHUNK), tl.float32)
+        read = tl.zeros((CHUNK, BLOCK), tl.float32)
+        written = tl.zeros((CHUNK, BLOCK), tl.float32)
+        kept = tl.zeros((BLOCK,), tl.float32)
+        of_output = d_o + row * d_o_row + start * d_o_token + head * d_o_head
+        of_value = v + row * v_row + start * v_token + head * v_head
+        for step in range(0, steps):
+            e = step * TILE
+            tile = place * tiles + column // TILE * steps + step
+            outs, out_unit = load_scaled(of_output, d_o_token * NEXT, live, e, V, SCALED, CHUNK, TILE)
+            values, value_unit = load_scaled(of_value, v_token * NEXT, live, e, V, SCALED, CHUNK, TILE)
+            state = load_matrix(states + place * K * V, e, column, V, K, 1, V, TILE, BLOCK)
+            after = load_matrix(d_states + place * K * V, e, column, V, K, 1, V, TILE, BLOCK)
+            unit = load_unit(state_units, tile, SCALED)
+            d_unit = load_unit(d_state_units, tile, SCALED)
+            products += tl.dot(outs, tl.trans(values), input_precision=PRECISION) * (out_unit * value_unit)
+            read += tl.dot(outs, state, input_precision=PRECISION) * (out_unit * unit)
+            written += tl.dot(values, after, input_precision=PRECISION) * (value_unit * d_unit)
+            kept += tl.sum(state.to(tl.float32) * after.to(tl.float32), 0) * (unit * d_unit)
+        if GATE == "head":
+            gates = g + row * g_row + start * g_token + head * g_head
+            own = load_numbers(gates, g_token * NEXT, live, CHUNK)
+            from_start, to_end, whole, _ = find_decays(own, gates, g_token * NEXT, live, not SCALED, CHUNK)
+            read *= from_start[:, None]
+            written *= to_end[:, None]
+            products *= _decay_pairs(own, SCALED, CHUNK)
+        products = tl.where(i[:, None] >= i[None, :], products, 0.0)
+        if GATE == "head":
+            reads = tl.sum(xs.to(tl.float32) * read, 1) * (x_unit * scale)
+            writes = tl.sum(ys.to(tl.float32) * written, 1) * y_unit
+            before = of_token_before(tl.cumsum(writes, 0) + add_separated(products * among, CHUNK), CHUNK)
+            dg = tl.sum(kept, 0) * whole + tl.cumsum(reads, 0, reverse=True) + before
+            tl.store(d_g + head + i * H * NEXT, dg, mask=i < live)
+        d_scores += products
+        all_read += read
+        all_written += written
+    d_scores, unit = in_units(d_scores, SCALED)
+    earlier = tl.dot(d_scores, ys, input_precision=PRECISION) * (unit * y_unit)
+    later = tl.dot(tl.trans(d_scores), xs, input_precision=PRECISION) * (unit * x_unit)
+    token = ((row * T + start) * groups + group) * K
+    store_tokens(d_q + token, groups * K * NEXT, live, column, scale * (all_read + earlier), K, CHUNK, BLOCK)
+    store_tokens(d_k + token, groups * K * NEXT, live, column, all_written + scale * later, K, CHUNK, BLOCK)

@@ -19,14 +19,14 @@ from longseq.kernels.triton_tiles import load_block, store_block
 def _step(
     q, k, v, g, g_value, state, output, after, scale, H,
     q_row, q_head, k_row, k_head, v_row, v_head, g_row, g_head, g_value_row, g_value_head,
-    K: tl.constexpr, V: tl.constexpr, HEAD_GATED: tl.constexpr, KEY_GATED: tl.constexpr, VALUE_GATED: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, SHARE: tl.constexpr, HEAD_GATED: tl.constexpr, KEY_GATED: tl.constexpr,
+    VALUE_GATED: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     n, row, head, block = place(H, V, BLOCK_V)
     column = block * BLOCK_V
     memory = load_block(state + n * K * V, 0, column, K, V, BLOCK_K, BLOCK_V)
-    query = load_vector(q + row * q_row + head * q_head, 0, K, BLOCK_K)
-    key = load_vector(k + row * k_row + head * k_head, 0, K, BLOCK_K)
+    query = load_vector(q + row * q_row + head // SHARE * q_head, 0, K, BLOCK_K)
+    key = load_vector(k + row * k_row + head // SHARE * k_head, 0, K, BLOCK_K)
     value = load_vector(v + row * v_row + head * v_head, column, V, BLOCK_V)
     if VALUE_GATED:
         gate = load_vector(g_value + row * g_value_row + head * g_value_head, column, V, BLOCK_V)
@@ -63,8 +63,9 @@ def linear_attention_step(
     find_launch(
         _step, q.device, batch * heads * cdiv(value_dim, tile.columns),
         (scale, heads, *strides(q), *strides(k), *strides(v), *strides(g), *strides(g_value)),
-        K=key_dim, V=value_dim, HEAD_GATED=g is not None and not key_gated, KEY_GATED=key_gated,
-        VALUE_GATED=g_value is not None, BLOCK_K=tile.rows, BLOCK_V=tile.columns, **launch_options(tile.warps),
+        K=key_dim, V=value_dim, SHARE=heads // q.shape[1], HEAD_GATED=g is not None and not key_gated,
+        KEY_GATED=key_gated, VALUE_GATED=g_value is not None, BLOCK_K=tile.rows, BLOCK_V=tile.columns,
+        **launch_options(tile.warps),
     )(q, k, v, g, g_value, state, output, after)  # fmt: skip
     return output, after
 

@@ -49,7 +49,7 @@ class GatedLinearMixer(Mixer[StateT]):
         reverse: Reverse = False,
         keep: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Run `q, k [B, T, H, K]`, `v [B, T, H, V]`, `g [B, T, H]` or `[B, T, H, K]` through the recurrence.
+        """Run `q, k [B, T, G, K]`, `v [B, T, H, V]`, `g [B, T, H]` or `[B, T, H, K]` through the recurrence.
 
         Returns `[B, T, H, V]`, and the last memory with `keep` or if a callback watches.
         """

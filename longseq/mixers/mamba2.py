@@ -141,15 +141,10 @@ class Mamba2(GatedLinearMixer[Mamba2State]):
         return z, mixed, rate
 
     def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x `[..., H, P]`, and the keys B and queries C `[..., H, N]`, repeated for the heads of each group."""
+        """x `[..., H, P]`, and the keys B and queries C `[..., G, N]`."""
         group = self.n_groups * self.state_size
         x, key, query = mixed.split([self.inner, group, group], dim=-1)
-        # With one group, this is a view without memory of its own.
-        share = self.num_heads // self.n_groups
-        key, query = (
-            y.unflatten(-1, (self.n_groups, 1, self.state_size)).expand(*y.shape[:-1], -1, share, -1).flatten(-3, -2)
-            for y in (key, query)
-        )
+        key, query = (y.unflatten(-1, (self.n_groups, self.state_size)) for y in (key, query))
         return x.unflatten(-1, (self.num_heads, self.head_dim)), key, query
 
     def _discretise(self, x: Tensor, rate: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:

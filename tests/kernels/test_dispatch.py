@@ -8,7 +8,7 @@ import torch
 from cases import cases
 from kernel_inputs import list_variants, make_inputs
 
-from longseq.kernels import dispatch, explain, list_ops
+from longseq.kernels import dispatch, explain, linear_attention, linear_attention_step, list_ops
 
 
 @pytest.fixture
@@ -64,6 +64,15 @@ def test_each_tensor_of_another_size_is_refused_by_name(op):
             for other in (tensor[..., None, None], tensor.long()):
                 with pytest.raises(ValueError, match=named):
                     inputs.replace({name: other}).run()
+
+
+@pytest.mark.parametrize(("groups", "heads"), [(2, 3), (3, 2), (0, 2), (2, 0)])
+def test_groups_that_do_not_divide_the_heads_are_refused(groups, heads):
+    key, value = torch.zeros(1, 2, groups, 4), torch.zeros(1, 2, heads, 4)
+    with pytest.raises(ValueError, match=f"q and k have {groups} heads, which do not divide the {heads} of v"):
+        linear_attention(key, key, value)
+    with pytest.raises(ValueError, match="do not divide"):
+        linear_attention_step(key[:, 0], key[:, 0], value[:, 0], torch.zeros(1, heads, 4, 4))
 
 
 @pytest.mark.parametrize("op", list_ops())

@@ -122,7 +122,7 @@ def test_rows_read_in_two_directions_are_apart(op, backend):
 @pytest.mark.parametrize(("op", "backend"), [form for form in FORMS if form[1] != "triton" and form[0] in HEADED])
 def test_heads_are_apart(op, backend, dtype):
     heads = one_each(PARTS)
-    for variant in variants(op, backend, dtype):
+    for variant in (name for name in variants(op, backend, dtype) if "grouped" not in name):  # these share keys
         inputs = make_inputs(op, variant, batch=1, tokens=20, dtype=dtype, sizes={"H": PARTS})
         assert_kept_part_is_same(inputs, (2, 1), (heads, heads), backend=backend)
 

@@ -43,7 +43,7 @@ def assert_as_accurate_as_torch(inputs, exact, device="cpu", **options):
 @pytest.mark.parametrize(("op", "variant"), CASES)
 def test_kernel_equals_the_recurrence(interpreted, op, variant):
     # The first variant of an operation reads two rows and two heads, and then a single token.
-    one = {"batch": 1, "sizes": {"H": 1}}
+    one = {"batch": 1, "sizes": {"H": few_heads(variant)}}
     shapes = [{"tokens": 5}, {"tokens": 1, **one}] if variant == list_variants(op)[0] else [{"tokens": 7, **one}]
     for shape in shapes:
         exact = gradients(make_inputs(op, variant, **shape), backend="reference")
@@ -286,6 +286,7 @@ def test_delta_rule_keeps_tokens_beside_a_large_one(interpreted, form, names):
 LARGE_TOKENS = [
     ("linear_attention", "plain", "v"),
     ("linear_attention", "head_gated", "v"),
+    ("linear_attention", "grouped", "v"),
     ("linear_attention", "channel_gated", "k"),
     ("linear_attention", "extreme_channel_decay", "k"),
     ("linear_attention", "value_gated", "v"),
@@ -333,6 +334,7 @@ LARGE_QUERIES = [
     ("slot_attention", "relu_squared", torch.bfloat16),
     ("slot_attention", "relu_squared", torch.float32),
     ("linear_attention", "head_gated", torch.float32),
+    ("linear_attention", "grouped", torch.float32),
     ("linear_attention", "channel_gated", torch.float32),
     ("linear_attention", "extreme_channel_decay", torch.float32),
     ("linear_attention", "value_gated", torch.float32),
@@ -358,6 +360,7 @@ GATED = [
     ("linear_attention", "value_gated", "g_value"),
     ("delta_rule", "channel", "g"),
     ("delta_rule", "channel_added_before", "g"),
+    ("linear_attention", "grouped", "g"),
 ]
 
 
@@ -552,19 +555,37 @@ def test_delta_rule_recomputes_what_it_did_not_keep(interpreted):
     [
         ("plain", 0.0),
         ("extreme_head_decay", 1.0),
+        ("grouped", 30.0),
+        ("grouped_plain", 0.0),
         ("channel_gated", 30.0),
         ("value_gated", 3.0),
     ],
 )
 def test_linear_attention_over_several_chunks(interpreted, variant, strength):
     bounds = torch.tensor([0, 3, 3, 68, 70])  # the third segment has two chunks
-    inputs = make_inputs("linear_attention", variant, tokens=70, segments=4, dtype=torch.float16, sizes={"H": 1})
+    sizes = {"H": 4, "G": 1} if "grouped" in variant else {"H": 1}
+    inputs = make_inputs("linear_attention", variant, tokens=70, segments=4, dtype=torch.float16, sizes=sizes)
     gates = {name: strength * x for name, x in inputs.sequences.items() if name.startswith("g")}
     inputs = inputs.replace(gates)
     exact = gradients(inputs.map(torch.Tensor.double), backend="reference", cu_seqlens=bounds)
     actual = gradients(inputs, backend="triton", cu_seqlens=bounds)
     for name, value in exact.items():
         assert error(actual[name], value) <= 2e-3, name
+
+
+@pytest.mark.parametrize("variant", ["grouped", "grouped_plain", "channel_gated", "value_gated"])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_linear_attention_of_groups_is_that_of_repeated_keys(interpreted, variant, groups):
+    inputs = make_inputs("linear_attention", variant, tokens=5, sizes={"H": 4})
+    keys = {name: inputs.sequences[name][:, :, :groups] for name in "qk"}
+    inputs = inputs.replace(keys)
+    repeated = inputs.replace({name: x.repeat_interleave(4 // groups, 2) for name, x in keys.items()})
+    exact = gradients(repeated, backend="reference")
+    exact |= {name: exact[name].unflatten(2, (groups, -1)).sum(3) for name in ("gradient of q", "gradient of k")}
+    for backend in ("torch", "reference"):
+        for name, x in gradients(inputs, backend=backend).items():
+            torch.testing.assert_close(x, exact[name], msg=name)
+    assert_as_accurate_as_torch(inputs.map(torch.Tensor.float), exact)
 
 
 @pytest.fixture
@@ -585,6 +606,11 @@ def linear_segments(monkeypatch):
 
 
 GATES = {"plain": {}, "head_gated": {"g": 0.02}, "channel_gated": {"g": 0.02}, "value_gated": {"g_value": 0.02}}
+GATES |= {"grouped": {"g": 0.02}, "grouped_plain": {}}
+
+
+def few_heads(variant):
+    return 2 if "grouped" in variant else 1
 
 
 def weaken_gates(inputs, variant):
@@ -596,7 +622,7 @@ def weaken_gates(inputs, variant):
 @pytest.mark.parametrize("variant", GATES)
 def test_linear_attention_in_segments_of_time(interpreted, linear_segments, variant):
     bounds = torch.tensor([0, 3, 3, 262])  # sequences of one, no and three segments
-    shape = {"tokens": 262, "segments": 3, "sizes": {"H": 1, "K": 70, "V": 40}}
+    shape = {"tokens": 262, "segments": 3, "sizes": {"H": few_heads(variant), "K": 70, "V": 40}}
     inputs = weaken_gates(make_inputs("linear_attention", variant, dtype=torch.bfloat16, **shape), variant)
     options = {"backend": "triton", "cu_seqlens": bounds, "reverse": True}
     exact = gradients(inputs.map(torch.Tensor.double), run=Inputs.run_reversed, backend="torch", cu_seqlens=bounds)
@@ -610,7 +636,7 @@ def test_linear_attention_in_segments_of_time(interpreted, linear_segments, vari
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", GATES)
 def test_linear_attention_in_segments_of_time_in_float32(interpreted, linear_segments, variant):
-    shape = {"tokens": 140, "sizes": {"H": 1, "K": 40}}
+    shape = {"tokens": 140, "sizes": {"H": few_heads(variant), "K": 40}}
     exact, inputs = (
         weaken_gates(make_inputs("linear_attention", variant, dtype=dtype, **shape), variant)
         for dtype in (torch.float64, torch.float32)
@@ -952,6 +978,9 @@ GPU_CASES = [
     ("linear_attention", "plain", 2, 1100, heads(2, 512), {}, None),
     ("linear_attention", "head_gated", 2, 300, heads(3, 128, 64), {}, None),
     ("linear_attention", "extreme_head_decay", 1, 2000, heads(2, 64), {}, PACKED),
+    ("linear_attention", "grouped", 2, 300, heads(4, 128, 64) | {"G": 1}, {}, None),
+    ("linear_attention", "grouped", 1, 2000, heads(4, 40, 96), {}, PACKED),
+    ("linear_attention", "grouped_plain", 2, 300, heads(4, 512, 256), {}, None),
     ("linear_attention", "channel_gated", 8, 2048, heads(16, 128), {}, None),
     ("linear_attention", "channel_gated", 1, 16384, heads(2, 128), {}, None),
     ("linear_attention", "channel_gated", 1, 2000, heads(2, 64, 512), {}, PACKED),
