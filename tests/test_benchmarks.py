@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import runpy
 import sys
@@ -93,17 +94,20 @@ def test_models_are_timed_in_training_inference_and_decoding(tmp_path):
 
 
 @pytest.mark.slow
-def test_exported_files_are_compared_with_their_model(tmp_path):
+def test_exported_files_are_measured_like_their_model(script, tmp_path):
+    exported = script("exported")
     torch.manual_seed(0)
     model = TokenBackbone(vocab_size=257, d_model=16, depth=1, mixer="linear_attention")
     model.text = {"tokenizer": {"kind": "bytes"}, "window": 32}
     model.save_pretrained(tmp_path / "model")
-    words = ["model", "batch_sizes=[1]", "--variants", "torchscript", "--seconds=0.01", "--output=rows.json"]
-    run(tmp_path, "exported", *words)
-    first, file = rows_of(tmp_path / "rows.json")
-    assert (first["variant"], file["variant"]) == ("checkpoint", "torchscript")
-    assert float(file["difference"]) < 1e-5
-    assert min(row[name] for row in (first, file) for name in ("mib", "ms_of_1", "ms_of_32")) > 0
+    words = (f"checkpoint={tmp_path / 'model'}", f"output={tmp_path / 'file.pt'}", "batch_sizes=[1]", "latency=false")
+    exported.call(exported.export.run, "export", *words)
+    outputs = []
+    for file in ("model", "file.pt"):
+        keys = argparse.Namespace(checkpoint=tmp_path / file, outputs=tmp_path / "outputs", seconds=0.01, metric=None)
+        assert min(exported.measure(keys)[name] for name in ("ms_of_1", "ms_of_32")) > 0
+        outputs.append(torch.load(keys.outputs))
+    torch.testing.assert_close(*outputs, atol=1e-5, rtol=0)
 
 
 @pytest.mark.slow
