@@ -133,7 +133,8 @@ def test_recurrences_can_be_single_nodes(
 ) -> None:
     """Decays of heads and of key channels; RG-LRU's decays of value channels stay a graph."""
     need_operators(choice)
-    model = build(f"{mixer}+rg_lru")
+    heads = {"mixer_options": {"mamba2": {"head_dim": 8}}} if mixer == "mamba2" else {}  # they share a key
+    model = build(f"{mixer}+rg_lru", **heads)
     tokens = torch.randint(11, (3, 75))
     with torch.no_grad():
         expected, _ = model(tokens)

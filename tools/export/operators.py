@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longseq.kernels.linear_attention.reference import repeat_keys
 from longseq.kernels.recurrence import Sequences, run_padded, run_recurrence
 
 DOMAIN = "com.microsoft"
@@ -84,7 +85,8 @@ def _inputs(arguments: Mapping[str, Any]) -> list[Tensor | None] | None:
         return None
     if arguments.get("read_before_decay") and arguments["g"] is not None:
         return None
-    return [arguments.get(name) for name in ("q", "k", "v", "g", "beta")]
+    v = arguments["v"]
+    return [*repeat_keys(arguments["q"], arguments["k"], v), v, arguments["g"], arguments.get("beta")]
 
 
 def _attend(standard: Function, **arguments: Any) -> Any:
@@ -100,7 +102,7 @@ def _attend(standard: Function, **arguments: Any) -> Any:
         core,
         inputs,
         start,
-        (*q.shape[2:], v.shape[3]),
+        (v.shape[2], q.shape[3], v.shape[3]),
         output_dtype=v.dtype,
         output_final_state=arguments["output_final_state"],
         cu_seqlens=None,
