@@ -10,6 +10,7 @@ const facts = JSON.parse(await readFile(`${model}.json`, "utf8"));
 const session = await ort.InferenceSession.create(model);
 const [height, width] = [facts.img_size, facts.img_size].flat();
 const fit = { center: "cover", squash: "fill", border: "contain" }[facts.crop_mode];
+const [red, green, blue] = [...facts.mean, ...facts.mean, ...facts.mean].map((part) => Math.round(255 * part));
 const kernel = { bilinear: "linear", bicubic: "cubic", nearest: "nearest" }[facts.interpolation];
 
 for (const picture of pictures) {
@@ -17,7 +18,7 @@ for (const picture of pictures) {
   const [left, top] = [(scaled[0] - width) >> 1, (scaled[1] - height) >> 1];
   const pixels = await sharp(picture)
     .rotate()
-    .resize(...scaled, { fit, kernel })
+    .resize(...scaled, { fit, kernel, background: { r: red, g: green, b: blue } })
     .extract({ left, top, width, height })
     .removeAlpha()
     .toColourspace(facts.in_chans === 1 ? "b-w" : "srgb")
