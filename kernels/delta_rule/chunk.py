@@ -93,7 +93,7 @@ def delta_rule_chunk(
     )
 
 
-class _Inputs(NamedTuple):
+class Inputs(NamedTuple):
     """The sequences of a call, [B, T, H, ...]."""
 
     q: Tensor
@@ -140,7 +140,7 @@ def _exported(
     """The form for torch.export: the loop over chunks is unrolled while short, else (or if T is symbolic) a Scan."""
     batch, tokens, heads, _ = q.shape
     chunk_size, chunks, unroll = export_plan(chunk_size, tokens)
-    inputs = _Inputs(q, k, v, beta, write_key, value_key, g)
+    inputs = Inputs(q, k, v, beta, write_key, value_key, g)
     parts = _make_parts(inputs, scale, before, state.dtype, chunks, chunk_size)
     rows = state.flatten(0, 1)
     if unroll:
@@ -167,7 +167,7 @@ def _scripted(
     chunk_size: int,
 ) -> tuple[Tensor, Tensor]:
     """The form for torch.jit.trace: sizes and the loop stay dynamic in the traced graph."""
-    inputs = _Inputs(q, k, v, beta, write_key, value_key, g)
+    inputs = Inputs(q, k, v, beta, write_key, value_key, g)
     output, final, _, _ = _forward(inputs, state, scale, before, chunk_size)
     return output, final
 
@@ -200,7 +200,7 @@ class _DeltaRule(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, beta, write_key, value_key, g, state, scale, before, chunk_size):
-        inputs = _Inputs(q, k, v, beta, write_key, value_key, g)
+        inputs = Inputs(q, k, v, beta, write_key, value_key, g)
         output, final, inverse, states = _forward(inputs, state, scale, before, chunk_size)
         wanted = _Wanted(*ctx.needs_input_grad[:8])
         ctx.scale, ctx.before, ctx.dtypes = scale, before, (q.dtype, v.dtype)
@@ -220,7 +220,7 @@ class _DeltaRule(torch.autograd.Function):
 
 
 def _forward(
-    inputs: _Inputs, state: Tensor, scale: float, before: bool, chunk_size: int
+    inputs: Inputs, state: Tensor, scale: float, before: bool, chunk_size: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output [B, T, H, V], final state [B, H, K, V]; for the backward X [n, M, C, C] and the states [n, M, K, V]."""
     batch, tokens, heads, _ = inputs.q.shape
@@ -242,9 +242,7 @@ def _gate_rows(g: Tensor | None) -> Tensor | None:
     return g.unsqueeze(-1) if g is not None and g.dim() == 3 else g
 
 
-def _make_parts(
-    inputs: _Inputs, scale: float, before: bool, dtype: torch.dtype, chunks: int, chunk_size: int
-) -> _Parts:
+def _make_parts(inputs: Inputs, scale: float, before: bool, dtype: torch.dtype, chunks: int, chunk_size: int) -> _Parts:
     q, k, v, beta, write_key, value_key, g = inputs  # TorchScript narrows the types of variables only
     query = split_chunks(q, dtype, chunks, chunk_size)
     query = query if scale == 1.0 else query * scale

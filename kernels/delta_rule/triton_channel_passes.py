@@ -26,7 +26,9 @@ import triton
 import triton.language as tl
 
 from longseq.kernels.triton_tiles import (
+    LOG2_E,
     MILD,
+    STEEPEST_GATE,
     chunk,
     direction,
     eliminate,
@@ -41,8 +43,6 @@ from longseq.kernels.triton_tiles import (
     unit_lower_inverse,
 )
 
-LOG2_E = tl.constexpr(1.4426950408889634)
-STEEPEST = tl.constexpr(-104.0)  # e to the power of it is 0 in float32, as of every smaller number
 LIMIT = tl.constexpr(92.0)
 SIZES = ["T", "H"]
 
@@ -101,7 +101,7 @@ def sum_gates(
     row, t, live = chunk(place // H, T, cu_seqlens, sequence_of, cu_seqlens is not None, CHUNK, REVERSE)
     g += (row * T + t) * g_token + (place % H) * K
     gates = load_tokens(g, g_token * direction(REVERSE), live, 0, K, CHUNK, BLOCK_K)
-    gates = tl.maximum(gates.to(sums.dtype.element_ty), STEEPEST, tl.PropagateNan.ALL)
+    gates = tl.maximum(gates.to(sums.dtype.element_ty), -STEEPEST_GATE, tl.PropagateNan.ALL)
     sums += place * CHUNK * K
     store_block(sums, 0, 0, tl.cumsum(gates, 0) * LOG2_E, CHUNK, K, CHUNK, BLOCK_K)
     tl.debug_barrier()

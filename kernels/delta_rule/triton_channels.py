@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from longseq.kernels.custom_op import custom_op
+from longseq.kernels.delta_rule.chunk import Inputs
 from longseq.kernels.delta_rule.triton_channel_passes import (
     differentiate,
     differentiate_by_level,
@@ -76,18 +77,6 @@ LAUNCHES |= {
 fit_launches(LAUNCHES)
 
 
-class _Inputs(NamedTuple):
-    """The sequences of a call, [B, T, H, ...], each with one distance between tokens."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    beta: Tensor | None
-    write_key: Tensor | None
-    value_key: Tensor | None
-    g: Tensor | None
-
-
 class _Chunks(NamedTuple):
     """What `prepare` computes: by slot and head, in the type of matrix products but for `whole`."""
 
@@ -114,7 +103,7 @@ def _tile(v: Tensor) -> tuple[torch.dtype, int, str]:
 class _Call:
     """The launches of one call, forward or backward."""
 
-    def __init__(self, inputs: _Inputs, cu_seqlens: Tensor | None, scale: float, before: bool, reverse: int) -> None:
+    def __init__(self, inputs: Inputs, cu_seqlens: Tensor | None, scale: float, before: bool, reverse: int) -> None:
         self.q, self.k, self.v = (_evenly(x) for x in (inputs.q, inputs.k, inputs.v))
         self.beta, write_key, self.value_key, g = (
             None if x is None else _evenly(x) for x in (inputs.beta, inputs.write_key, inputs.value_key, inputs.g)
@@ -327,7 +316,7 @@ def delta_rule_channels(
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output [B, T, H, V] in v's type, final state in float32, and X, A, M and N (empty unless `keep`)."""
-    call = _Call(_Inputs(q, k, v, beta, write_key, value_key, g), cu_seqlens, scale, before, reverse)
+    call = _Call(Inputs(q, k, v, beta, write_key, value_key, g), cu_seqlens, scale, before, reverse)
     lower, products = call.relate()
     chunks = call.prepare(products, lower)
     output, last = call.walk(products, chunks, None if initial_state is None else initial_state.contiguous())
@@ -365,7 +354,7 @@ def delta_rule_channels_backward(
     """Gradients of v, the first states, q, k and g [B, T, H, K] (in float32), then of beta, value keys and write keys,
     where they are given.
     """
-    call = _Call(_Inputs(q, k, v, beta, write_key, value_key, g), cu_seqlens, scale, before, reverse)
+    call = _Call(Inputs(q, k, v, beta, write_key, value_key, g), cu_seqlens, scale, before, reverse)
     d_output = d_output.contiguous()
     if products.numel():
         chunks = call.prepare(products)
