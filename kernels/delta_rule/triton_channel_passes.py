@@ -9,11 +9,16 @@ the gradients of L, A, M and N, and `differentiate` those of the inputs.
 
 The decay between two tokens is e^{b_i - b_j}. As two factors, one for each token, it could leave float32's range. So a
 chunk has blocks of 2^n tokens, n = 0 or at least 3, the largest over which no channel decays by more than 2^-LIMIT: b
-relative to the middle of a block stays in range, and one product has all pairs of a block. Other pairs are sorted by
-level, in `relate_by_level` and `differentiate_by_level`: at level n a chunk is cut into parts of 2^(n + 1) tokens, and
-a pair belongs to the level where its tokens lie in the two halves of one part. There one factor is the decay from the
-first token to the end of the first half, the other from there to the second token. With strong gates a block is a
-single token, and all pairs are sorted by level.
+relative to the mean of its values at the two ends of a block stays in range, and one product has all pairs of a block.
+Most chunks are a single block. In the others, pairs of different blocks are sorted by level, in `relate_levels` and
+`differentiate_levels`: at level n a chunk is cut into parts of 2^(n + 1) tokens, and a pair belongs to the level where
+its tokens lie in the two halves of one part. There one factor is the decay from the first token to the end of the first
+half, the other from there to the second token. With strong gates a block is a single token, and all pairs are sorted by
+level.
+
+A long sequence with few heads is cut into segments of time. A first walk begins each of them from zero, for what it
+adds to the state, and from the identity, for the product of its transitions. From these, `connect` computes the states
+before the segments, where the second walk begins.
 
 The gradient of b_i is q_i d_q_i + r_i d_r_i - w_i d_w_i - a_i d_a_i, the gradient of a gate the sum of these from its
 token to the end of the chunk, where the state's decay e^{b_C} is added. A pair of tokens after the gate has no part in
@@ -43,7 +48,7 @@ from longseq.kernels.triton_tiles import (
     unit_lower_inverse,
 )
 
-LIMIT = tl.constexpr(92.0)
+LIMIT = tl.constexpr(160.0)  # of a chunk of 64 tokens; with 32, half
 SIZES = ["T", "H"]
 
 
@@ -83,9 +88,18 @@ def load_rows(base, step, row, live, column, K: tl.constexpr, COLUMNS: tl.conste
 def decay_either(logs):
     """2^{logs} in float32, for logs of either sign.
 
-    In a block they are at most LIMIT, but for a read before the first gate of its block: there no pair has the factor.
+    In a block they are at most LIMIT / 2, but for reads before the gate of a block of one token: it has no pairs.
     """
-    return tl.exp2(tl.minimum(logs.to(tl.float32), LIMIT, tl.PropagateNan.ALL))
+    return tl.exp2(tl.minimum(logs.to(tl.float32), LIMIT / 2, tl.PropagateNan.ALL))
+
+
+@triton.jit
+def load_center(sums, n, column, K: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr):
+    """The mean of b before and at the end of the block of each token, [CHUNK, COLUMNS]; b of a token alone."""
+    i = tl.arange(0, CHUNK)
+    start = (i >> n) << n
+    before = tl.where(n == 0, i, start - 1)
+    return (load_sums(sums, before, column, K, COLUMNS) + load_sums(sums, start + (1 << n) - 1, column, K, COLUMNS)) / 2
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -109,65 +123,65 @@ def sum_gates(
     lost = load_sums(sums, end - 8, 0, K, BLOCK_K) - load_sums(sums, end, 0, K, BLOCK_K)
     n = place.to(tl.int32) * 0
     for level in tl.static_range(3, LEVELS + 1):
-        n = tl.where(tl.max(lost) <= LIMIT, level, n)  # not for NaN
+        n = tl.where(tl.max(lost) <= LIMIT * CHUNK / 64, level, n)  # not for NaN
         if level < LEVELS:
             lost = tl.sum(tl.reshape(lost, (CHUNK >> (level + 1), 2, BLOCK_K)), 1)
     tl.store(mild + place, n)
 
 
-@triton.jit(do_not_specialize=SIZES)
-def relate(
-    q, k, write, beta, sums, mild, cu_seqlens, sequence_of, lower, attention, scale, T, H,
+@triton.jit
+def relate_chunk(
+    place, q, k, write, beta, sums, mild, cu_seqlens, sequence_of, lower, attention, scale, T, H,
     q_token, k_token, write_token, beta_token,
-    K: tl.constexpr, BEFORE: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    K: tl.constexpr, BEFORE: tl.constexpr, WHOLE: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, COLUMNS: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """L and A, or M and N if the writes are value keys, [CHUNK, CHUNK] for each chunk and head: pairs of a block."""
-    place = tl.program_id(0).to(tl.int64)
-    slot, head = place // H, place % H
-    row, t, live = chunk(slot, T, cu_seqlens, sequence_of, cu_seqlens is not None, CHUNK, REVERSE)
-    NEXT = direction(REVERSE)
-    t += row * T
-    q += t * q_token + head * K
-    k += t * k_token + head * K
-    write += t * write_token + head * K
-    if beta is not None:
-        beta += t * beta_token + head
-    sums += place * CHUNK * K
-    TILE: tl.constexpr = attention.dtype.element_ty
-    i = tl.arange(0, CHUNK)
+    """`relate` for one chunk: pairs of a block, and 0 for the others."""
     n = tl.load(mild + place)
-    block = i >> n
-    middle = (block << n) + ((1 << n) >> 1)
-    of_q, of_k = tl.zeros((CHUNK, CHUNK), tl.float32), tl.zeros((CHUNK, CHUNK), tl.float32)
-    for column in range(0, K, COLUMNS):
-        center = load_sums(sums, middle, column, K, COLUMNS)
-        since = load_sums(sums, i, column, K, COLUMNS) - center
-        factor = decay_either(since)
-        queries = load_tokens(q, q_token * NEXT, live, column, K, CHUNK, COLUMNS).to(tl.float32) * factor
-        if BEFORE:
-            factor = decay_either(load_sums(sums, i - 1, column, K, COLUMNS) - center)
-        reads = load_tokens(k, k_token * NEXT, live, column, K, CHUNK, COLUMNS).to(tl.float32) * factor
-        writes = load_writes(write, beta, write_token * NEXT, beta_token * NEXT, live, column, K, CHUNK, COLUMNS)
-        writes = tl.trans((writes * decay_either(-since)).to(TILE))
-        of_q = tl.dot(queries.to(TILE), writes, of_q, input_precision=PRECISION)
-        of_k = tl.dot(reads.to(TILE), writes, of_k, input_precision=PRECISION)
-    same = block[:, None] == block[None, :]
-    of_k = tl.where(same & (i[:, None] > i[None, :]), of_k, 0.0)
-    of_q = tl.where(same & (i[:, None] >= i[None, :]), of_q * scale, 0.0)
-    store_block(lower + place * CHUNK * CHUNK, 0, 0, of_k, CHUNK, CHUNK, CHUNK, CHUNK)
-    store_block(attention + place * CHUNK * CHUNK, 0, 0, of_q, CHUNK, CHUNK, CHUNK, CHUNK)
+    if (n == LEVELS) == WHOLE:
+        slot, head = place // H, place % H
+        row, t, live = chunk(slot, T, cu_seqlens, sequence_of, cu_seqlens is not None, CHUNK, REVERSE)
+        NEXT = direction(REVERSE)
+        t += row * T
+        q += t * q_token + head * K
+        k += t * k_token + head * K
+        write += t * write_token + head * K
+        if beta is not None:
+            beta += t * beta_token + head
+        sums += place * CHUNK * K
+        TILE: tl.constexpr = attention.dtype.element_ty
+        i = tl.arange(0, CHUNK)
+        of_q, of_k = tl.zeros((CHUNK, CHUNK), tl.float32), tl.zeros((CHUNK, CHUNK), tl.float32)
+        for column in range(0, K, COLUMNS):
+            if WHOLE:
+                center = load_sums(sums, i * 0 + CHUNK - 1, column, K, COLUMNS) / 2
+            else:
+                center = load_center(sums, n, column, K, CHUNK, COLUMNS)
+            since = load_sums(sums, i, column, K, COLUMNS) - center
+            factor = decay_either(since)
+            queries = load_tokens(q, q_token * NEXT, live, column, K, CHUNK, COLUMNS).to(tl.float32) * factor
+            if BEFORE:
+                factor = decay_either(load_sums(sums, i - 1, column, K, COLUMNS) - center)
+            reads = load_tokens(k, k_token * NEXT, live, column, K, CHUNK, COLUMNS).to(tl.float32) * factor
+            writes = load_writes(write, beta, write_token * NEXT, beta_token * NEXT, live, column, K, CHUNK, COLUMNS)
+            writes = tl.trans((writes * decay_either(-since)).to(TILE))
+            of_q = tl.dot(queries.to(TILE), writes, of_q, input_precision=PRECISION)
+            of_k = tl.dot(reads.to(TILE), writes, of_k, input_precision=PRECISION)
+        same = (i >> n)[:, None] == (i >> n)[None, :]
+        of_k = tl.where(same & (i[:, None] > i[None, :]), of_k, 0.0)
+        of_q = tl.where(same & (i[:, None] >= i[None, :]), of_q * scale, 0.0)
+        store_block(lower + place * CHUNK * CHUNK, 0, 0, of_k, CHUNK, CHUNK, CHUNK, CHUNK)
+        store_block(attention + place * CHUNK * CHUNK, 0, 0, of_q, CHUNK, CHUNK, CHUNK, CHUNK)
 
 
-@triton.jit(do_not_specialize=SIZES)
-def relate_by_level(
-    q, k, write, beta, sums, mild, cu_seqlens, sequence_of, lower, attention, scale, T, H,
+@triton.jit
+def relate_levels(
+    place, q, k, write, beta, sums, mild, cu_seqlens, sequence_of, lower, attention, scale, T, H,
     q_token, k_token, write_token, beta_token,
     K: tl.constexpr, BEFORE: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
     COLUMNS: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """`relate` for pairs of different blocks."""
-    place = tl.program_id(0).to(tl.int64)
+    """`relate` for one chunk: pairs of different blocks."""
     first = tl.load(mild + place)
     if first < LEVELS:
         slot, head = place // H, place % H
@@ -207,6 +221,37 @@ def relate_by_level(
             spot = place * CHUNK * CHUNK + late[:, None] * CHUNK + early[None, :]
             tl.store(lower + spot, of_k, mask=pairs)
             tl.store(attention + spot, of_q * scale, mask=pairs)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def relate(
+    q, k, write, beta, sums, mild, cu_seqlens, sequence_of, lower, attention, scale, T, H, places,
+    q_token, k_token, write_token, beta_token,
+    K: tl.constexpr, BEFORE: tl.constexpr, WHOLE: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, COLUMNS: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
+    """L and A, or M and N if the writes are value keys, [CHUNK, CHUNK] for each chunk and head.
+
+    Chunks are those of a single block if WHOLE, else the others.
+    """
+    if WHOLE:
+        relate_chunk(
+            tl.program_id(0).to(tl.int64), q, k, write, beta, sums, mild, cu_seqlens, sequence_of, lower, attention,
+            scale, T, H, q_token, k_token, write_token, beta_token, K, BEFORE, WHOLE, REVERSE, PRECISION, CHUNK,
+            COLUMNS, LEVELS,
+        )  # fmt: skip
+    else:
+        for program in range(tl.program_id(0), places, tl.num_programs(0)):
+            place = tl.cast(program, tl.int64)
+            relate_chunk(
+                place, q, k, write, beta, sums, mild, cu_seqlens, sequence_of, lower, attention, scale, T, H,
+                q_token, k_token, write_token, beta_token, K, BEFORE, WHOLE, REVERSE, PRECISION, CHUNK, COLUMNS, LEVELS,
+            )  # fmt: skip
+            tl.debug_barrier()
+            relate_levels(
+                place, q, k, write, beta, sums, mild, cu_seqlens, sequence_of, lower, attention, scale, T, H,
+                q_token, k_token, write_token, beta_token, K, BEFORE, REVERSE, PRECISION, CHUNK, COLUMNS, LEVELS,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -275,19 +320,41 @@ def prepare(
         store_block(offered + place * CHUNK * V, 0, column, given, CHUNK, V, CHUNK, COLUMNS)
 
 
+@triton.jit
+def segment(n, T, cu_seqlens, segment_of, SPAN: tl.constexpr, CHUNK: tl.constexpr):
+    """Of the segment n of SPAN chunks: the row, first token, end and first slot of its sequence, and the numbers of the
+    segment's first chunk and of the first chunk after it. Without SPAN, n is a whole sequence.
+    """
+    PACKED: tl.constexpr = cu_seqlens is not None
+    number = n
+    if SPAN > 0:
+        number = n // tl.cdiv(T, SPAN * CHUNK)
+        if PACKED:
+            number = tl.load(segment_of + n).to(tl.int64)
+    row, start, end, slot = sequence(number, T, cu_seqlens, PACKED, CHUNK)
+    low, high = 0, tl.cdiv((end - start).to(tl.int32), CHUNK)
+    if SPAN > 0:
+        _, _, _, place = sequence(number, T, cu_seqlens, PACKED, SPAN * CHUNK)
+        low = (n - place).to(tl.int32) * SPAN
+        high = tl.minimum(high, low + SPAN)
+    return row, start, end, slot, low, high
+
+
 @triton.jit(do_not_specialize=SIZES)
 def walk(
-    v, cu_seqlens, attention, attention_values, queries, w, offered, writes, added, whole, first, states, u, last,
-    output, T, H, v_token,
-    K: tl.constexpr, V: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    v, cu_seqlens, segment_of, attention, attention_values, queries, w, offered, writes, added, whole, first, states, u,
+    last, output, T, H, v_token,
+    K: tl.constexpr, V: tl.constexpr, SPAN: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """The outputs of one head of one sequence in BLOCK_V value columns, or the states before each chunk and U."""
+    """One head of one segment in BLOCK_V value columns: its outputs, its last state, or the states before its chunks
+    and U. Without X V, its last state is the product of the transitions of its chunks [K, V = K].
+    """
     tiles: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     column = (tl.program_id(0) % tiles) * BLOCK_V
     head = (tl.program_id(0) // tiles % H).to(tl.int64)
     n = (tl.program_id(0) // tiles // H).to(tl.int64)
-    row, start, end, slot = sequence(n, T, cu_seqlens, cu_seqlens is not None, CHUNK)
+    row, start, end, slot, low, high = segment(n, T, cu_seqlens, segment_of, SPAN, CHUNK)
     NEXT = direction(REVERSE)
     TILE: tl.constexpr = w.dtype.element_ty
     v += row * T * v_token + head * V
@@ -295,18 +362,22 @@ def walk(
     state = tl.zeros((BLOCK_K, BLOCK_V), tl.float32)
     if first is not None:
         state = load_block(first + (n * H + head) * K * V, 0, column, K, V, BLOCK_K, BLOCK_V).to(tl.float32)
-    for m in range(0, tl.cdiv((end - start).to(tl.int32), CHUNK)):
+    if offered is None:
+        state += tl.where(e[:, None] == column + tl.arange(0, BLOCK_V)[None, :], 1.0, 0.0)
+    for m in range(low, high):
         place = (slot + m) * H + head
         t = token_after(m * CHUNK, start, end, REVERSE)
         live = end - start - m * CHUNK
         tile = state.to(TILE)
         erased = load_block(w + place * CHUNK * K, 0, 0, CHUNK, K, CHUNK, BLOCK_K)
-        written = load_block(offered + place * CHUNK * V, 0, column, CHUNK, V, CHUNK, BLOCK_V).to(tl.float32)
+        written = tl.zeros((CHUNK, BLOCK_V), tl.float32)
+        if offered is not None:
+            written = load_block(offered + place * CHUNK * V, 0, column, CHUNK, V, CHUNK, BLOCK_V).to(tl.float32)
         written = tl.dot(erased, tile, written, input_precision=PRECISION).to(TILE)
-        if output is None:
+        if states is not None:
             store_block(states + place * K * V, 0, column, tile, K, V, BLOCK_K, BLOCK_V)
             store_block(u + place * CHUNK * V, 0, column, written, CHUNK, V, CHUNK, BLOCK_V)
-        else:
+        if output is not None:
             query = load_block(queries + place * CHUNK * K, 0, 0, CHUNK, K, CHUNK, BLOCK_K)
             among = load_block(attention + place * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
             o = tl.dot(query, tile, input_precision=PRECISION)
@@ -324,21 +395,55 @@ def walk(
             keys = load_block(added + place * CHUNK * K, 0, 0, CHUNK, K, CHUNK, BLOCK_K)
             values = load_tokens(v + t * v_token, v_token * NEXT, live, column, V, CHUNK, BLOCK_V).to(TILE)
             state = tl.dot(tl.trans(keys), values, state, input_precision=PRECISION)
+    if last is not None:
+        store_block(last + (n * H + head) * K * V, 0, column, state, K, V, BLOCK_K, BLOCK_V)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def connect(
+    cu_seqlens, transitions, ends, first, starts, last, T, H,
+    K: tl.constexpr, V: tl.constexpr, SPAN: tl.constexpr, BACKWARD: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """The states before the segments of one head of one sequence in BLOCK_V value columns, and the last state.
+
+    `ends` are the states after segments that begin from zero. BACKWARD, they are gradients, from the last segment on.
+    """
+    tiles: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    column = (tl.program_id(0) % tiles) * BLOCK_V
+    head = (tl.program_id(0) // tiles % H).to(tl.int64)
+    n = (tl.program_id(0) // tiles // H).to(tl.int64)
+    _, start, end, slot = sequence(n, T, cu_seqlens, cu_seqlens is not None, SPAN * CHUNK)
+    state = tl.zeros((BLOCK_K, BLOCK_V), tl.float32)
+    if first is not None:
+        state = load_block(first + (n * H + head) * K * V, 0, column, K, V, BLOCK_K, BLOCK_V).to(tl.float32)
+    segments = tl.cdiv((end - start).to(tl.int32), SPAN * CHUNK)
+    for number in range(0, segments):
+        m = segments - 1 - number if BACKWARD else number
+        place = (slot + m) * H + head
+        store_block(starts + place * K * V, 0, column, state, K, V, BLOCK_K, BLOCK_V)
+        transition = load_block(transitions + place * K * K, 0, 0, K, K, BLOCK_K, BLOCK_K)
+        if BACKWARD:
+            transition = tl.trans(transition)
+        added = load_block(ends + place * K * V, 0, column, K, V, BLOCK_K, BLOCK_V)
+        state = tl.dot(transition, state, added, input_precision="tf32x3")
     store_block(last + (n * H + head) * K * V, 0, column, state, K, V, BLOCK_K, BLOCK_V)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def retreat(
-    d_output, cu_seqlens, attention, queries, w, writes, whole, d_last, d_states, d_u, d_first, T, H,
-    K: tl.constexpr, V: tl.constexpr, REVERSE: tl.constexpr,
-    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    d_output, cu_seqlens, segment_of, attention, queries, w, writes, whole, d_last, d_states, d_u, d_first, T, H,
+    K: tl.constexpr, V: tl.constexpr, SPAN: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """From the last chunk to the first: the gradients of the states after each chunk and of U."""
+    """From the last chunk of a segment to the first: the gradients of the states after each chunk and of U, or only
+    that of the state before the segment.
+    """
     tiles: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     column = (tl.program_id(0) % tiles) * BLOCK_V
     head = (tl.program_id(0) // tiles % H).to(tl.int64)
     n = (tl.program_id(0) // tiles // H).to(tl.int64)
-    row, start, end, slot = sequence(n, T, cu_seqlens, cu_seqlens is not None, CHUNK)
+    row, start, end, slot, low, high = segment(n, T, cu_seqlens, segment_of, SPAN, CHUNK)
     NEXT = direction(REVERSE)
     TILE: tl.constexpr = w.dtype.element_ty
     d_output += (row * T * H + head) * V
@@ -346,26 +451,27 @@ def retreat(
     d_state = tl.zeros((BLOCK_K, BLOCK_V), tl.float32)
     if d_last is not None:
         d_state = load_block(d_last + (n * H + head) * K * V, 0, column, K, V, BLOCK_K, BLOCK_V).to(tl.float32)
-    chunks = tl.cdiv((end - start).to(tl.int32), CHUNK)
-    for back in range(0, chunks):
-        m = chunks - 1 - back
+    for back in range(low, high):
+        m = high - 1 - (back - low)
         t = token_after(m * CHUNK, start, end, REVERSE)
         place = (slot + m) * H + head
         tile = d_state.to(TILE)
-        store_block(d_states + place * K * V, 0, column, tile, K, V, BLOCK_K, BLOCK_V)
         d_o = load_tokens(d_output + t * H * V, H * V * NEXT, end - start - m * CHUNK, column, V, CHUNK, BLOCK_V)
         d_o = d_o.to(TILE)
         among = load_block(attention + place * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
         keys = load_block(writes + place * CHUNK * K, 0, 0, CHUNK, K, CHUNK, BLOCK_K)
         d_written = tl.dot(tl.trans(among), d_o, input_precision=PRECISION)
         d_written = tl.dot(keys, tile, d_written, input_precision=PRECISION).to(TILE)
-        store_block(d_u + place * CHUNK * V, 0, column, d_written, CHUNK, V, CHUNK, BLOCK_V)
+        if d_states is not None:
+            store_block(d_states + place * K * V, 0, column, tile, K, V, BLOCK_K, BLOCK_V)
+            store_block(d_u + place * CHUNK * V, 0, column, d_written, CHUNK, V, CHUNK, BLOCK_V)
         d_state *= tl.load(whole + place * K + e, mask=e < K, other=0.0)[:, None]
         query = load_block(queries + place * CHUNK * K, 0, 0, CHUNK, K, CHUNK, BLOCK_K)
         d_state = tl.dot(tl.trans(query), d_o, d_state, input_precision=PRECISION)
         erased = load_block(w + place * CHUNK * K, 0, 0, CHUNK, K, CHUNK, BLOCK_K)
         d_state = tl.dot(tl.trans(erased), d_written, d_state, input_precision=PRECISION)
-    store_block(d_first + (n * H + head) * K * V, 0, column, d_state, K, V, BLOCK_K, BLOCK_V)
+    if d_first is not None:
+        store_block(d_first + (n * H + head) * K * V, 0, column, d_state, K, V, BLOCK_K, BLOCK_V)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -421,9 +527,10 @@ def differentiate_products(
 
 @triton.jit
 def load_pairs(base, mask, CHUNK: tl.constexpr):
-    """A matrix [CHUNK, CHUNK] where `mask` is true, and 0 elsewhere."""
+    """A matrix [CHUNK, CHUNK], with 0 where there is a mask and it is false."""
     i = tl.arange(0, CHUNK)
-    return tl.load(base + i[:, None] * CHUNK + i[None, :], mask=mask, other=0.0)
+    place = base + i[:, None] * CHUNK + i[None, :]
+    return tl.load(place) if mask is None else tl.load(place, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -437,13 +544,11 @@ def store_sum(
 
 
 @triton.jit
-def store_gradients(
-    of_q, of_k, of_w, of_g, write, beta, d_q, d_k, d_write, d_g, d_beta, token, live, column, write_step, beta_step,
-    step, K: tl.constexpr, ADD: tl.constexpr, ADD_WRITES: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
+def store_writes(
+    of_k, of_w, write, beta, d_k, d_write, d_beta, token, live, column, write_step, beta_step, step, K: tl.constexpr,
+    ADD: tl.constexpr, ADD_WRITES: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of q, k, g, write keys and beta from those of q, k, writes and gates."""
-    store_sum(d_q + token * K, step * K, live, column, of_q, K, ADD, CHUNK, COLUMNS)
-    store_sum(d_g + token * K, step * K, live, column, of_g, K, ADD, CHUNK, COLUMNS)
+    """Store the gradients of k, write keys and beta from those of k and writes."""
     if beta is not None:
         tiles: tl.constexpr = (K + COLUMNS - 1) // COLUMNS
         i = tl.arange(0, CHUNK)
@@ -461,98 +566,148 @@ def store_gradients(
     store_sum(d_k + token * K, step * K, live, column, of_k, K, ADD, CHUNK, COLUMNS)
 
 
-@triton.jit(do_not_specialize=SIZES)
-def differentiate(
-    q, k, write, beta, sums, mild, cu_seqlens, sequence_of, d_output, states, d_states, u, d_errors, d_lower,
-    d_attention, d_q, d_k, d_write, d_g, d_beta, scale, T, H, q_token, k_token, write_token, beta_token, u_token,
-    K: tl.constexpr, V: tl.constexpr, BEFORE: tl.constexpr, VALUES: tl.constexpr, REVERSE: tl.constexpr,
-    PRECISION: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """The gradients of q, k, gates, write keys and beta of a chunk and head, in COLUMNS key channels.
+@triton.jit
+def sum_from(x, start, CHUNK: tl.constexpr, TILE: tl.constexpr):
+    """start + the sums of x [CHUNK, columns] from each row to the last.
 
-    With VALUES, writes are value keys and u the values: what they add. The gradient of beta is a part, which lacks the
-    other channels: [B, T, H, tiles].
+    A product with a matrix of ones is faster than a scan, and exact if float32 is cut into three numbers of bfloat16.
     """
+    if tl.bfloat16 == TILE:
+        i = tl.arange(0, CHUNK)
+        ones = tl.where(i[:, None] <= i[None, :], 1.0, 0.0).to(TILE)
+        for _ in tl.static_range(3):
+            part = x.to(TILE)
+            start = tl.dot(ones, part, start)
+            x -= part.to(tl.float32)
+        return start
+    return start + tl.cumsum(x, 0, reverse=True)
+
+
+@triton.jit
+def differentiate_chunk(
+    program, q, k, write, beta, sums, mild, cu_seqlens, sequence_of, d_output, states, d_states, u, d_errors, d_lower,
+    d_attention, d_q, d_k, d_write, d_g, d_beta, scale, T, H, q_token, k_token, write_token, beta_token, u_token,
+    K: tl.constexpr, V: tl.constexpr, BEFORE: tl.constexpr, VALUES: tl.constexpr, WHOLE: tl.constexpr,
+    REVERSE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_V: tl.constexpr,
+    LEVELS: tl.constexpr,
+):  # fmt: skip
+    """What `differentiate` stores for one program, but for pairs of different blocks."""
     tiles: tl.constexpr = (K + COLUMNS - 1) // COLUMNS
-    column = (tl.program_id(0) % tiles) * COLUMNS
-    place = (tl.program_id(0) // tiles).to(tl.int64)
-    slot, head = place // H, place % H
-    row, t, live = chunk(slot, T, cu_seqlens, sequence_of, cu_seqlens is not None, CHUNK, REVERSE)
     NEXT = direction(REVERSE)
-    t += row * T
-    q += t * q_token + head * K
-    k += t * k_token + head * K
-    write += t * write_token + head * K
-    if beta is not None:
-        beta += t * beta_token + head
-    d_output += (t * H + head) * V
     TILE: tl.constexpr = states.dtype.element_ty
     i = tl.arange(0, CHUNK)
-
-    # Through the states: reads since the start of the chunk, writes until its end, and the state itself.
-    of_q, of_k = tl.zeros((CHUNK, COLUMNS), tl.float32), tl.zeros((CHUNK, COLUMNS), tl.float32)
-    of_w, of_state = of_q, tl.zeros((COLUMNS,), tl.float32)
-    for start in range(0, V, BLOCK_V):
-        d_state = load_block(d_states + place * K * V, column, start, K, V, COLUMNS, BLOCK_V)
-        if VALUES:
-            written = load_tokens(u + t * u_token + head * V, u_token * NEXT, live, start, V, CHUNK, BLOCK_V).to(TILE)
-        else:
-            state = load_block(states + place * K * V, column, start, K, V, COLUMNS, BLOCK_V)
-            of_state += tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 1)
-            d_o = load_tokens(d_output, H * V * NEXT, live, start, V, CHUNK, BLOCK_V).to(TILE)
-            d_error = load_block(d_errors + place * CHUNK * V, 0, start, CHUNK, V, CHUNK, BLOCK_V)
-            of_q = tl.dot(d_o, tl.trans(state), of_q, input_precision=PRECISION)
-            of_k = tl.dot(d_error, tl.trans(state), of_k, input_precision=PRECISION)
-            written = load_block(u + place * CHUNK * V, 0, start, CHUNK, V, CHUNK, BLOCK_V)
-        of_w = tl.dot(written, tl.trans(d_state), of_w, input_precision=PRECISION)
-    tl.debug_barrier()  # without it, the compiler loads early what follows, and registers spill
-
-    # Through the pairs of a block. `by` and `by_reads` are the gradients of b, without those of token pairs (i, i).
-    sums += place * CHUNK * K
+    column = (program % tiles) * COLUMNS
+    place = tl.cast(program // tiles, tl.int64)
     n = tl.load(mild + place)
-    block = i >> n
-    others = (block[:, None] == block[None, :]) & (i[:, None] != i[None, :])
-    until = load_sums(sums, i, column, K, COLUMNS)
-    until_read = until
-    if BEFORE:
-        until_read = load_sums(sums, i - 1, column, K, COLUMNS)
-    middle = load_sums(sums, (block << n) + ((1 << n) >> 1), column, K, COLUMNS)
-    e = column + tl.arange(0, COLUMNS)
-    end = tl.load(sums + (CHUNK - 1) * K + e, mask=e < K, other=0.0)
-    query = load_tokens(q, q_token * NEXT, live, column, K, CHUNK, COLUMNS).to(tl.float32)
-    read_key = load_tokens(k, k_token * NEXT, live, column, K, CHUNK, COLUMNS).to(tl.float32)
-    write_key = load_writes(write, beta, write_token * NEXT, beta_token * NEXT, live, column, K, CHUNK, COLUMNS)
-    of_q *= decay(until) * scale
-    of_k *= -decay(until_read)
-    of_w *= decay(end[None, :] - until)
-    by_reads = read_key * of_k
-    by = query * of_q - write_key * of_w
-    always = of_state * decay(end) + tl.sum(write_key * of_w, 0)
-    factor, factor_read = decay_either(until - middle), decay_either(until_read - middle)
-    factor_write = decay_either(middle - until)
-    queries, reads = (query * factor).to(TILE), (read_key * factor_read).to(TILE)
-    writes = (write_key * factor_write).to(TILE)
-    d_lower += place * CHUNK * CHUNK
-    d_attention += place * CHUNK * CHUNK
-    d_a, d_l = load_pairs(d_attention, others, CHUNK), load_pairs(d_lower, others, CHUNK)
-    own = tl.load(d_attention + i * (CHUNK + 1))[:, None].to(tl.float32)
-    more = tl.dot(d_a, writes, input_precision=PRECISION)
-    of_q += more * factor + own * write_key
-    by += queries.to(tl.float32) * more
-    more = tl.dot(d_l, writes, input_precision=PRECISION)
-    of_k += more * factor_read
-    by_reads += reads.to(tl.float32) * more
-    more = tl.dot(tl.trans(d_a), queries, input_precision=PRECISION)
-    more = tl.dot(tl.trans(d_l), reads, more, input_precision=PRECISION)
-    of_w += more * factor_write + own * query
-    by -= writes.to(tl.float32) * more
-    of_g = tl.cumsum(by + by_reads, 0, reverse=True) + always[None, :]
-    if BEFORE:
-        of_g -= by_reads
-    store_gradients(
-        of_q, of_k, of_w, of_g, write, beta, d_q, d_k, d_write, d_g, d_beta, t * H + head, live, column,
-        write_token * NEXT, beta_token * NEXT, H * NEXT, K, VALUES, False, CHUNK, COLUMNS,
-    )  # fmt: skip
+    if (n == LEVELS) == WHOLE:
+        slot, head = place // H, place % H
+        row, t, live = chunk(slot, T, cu_seqlens, sequence_of, cu_seqlens is not None, CHUNK, REVERSE)
+        token = (row * T + t) * H + head
+        t += row * T
+        log = sums + place * CHUNK * K
+        e = column + tl.arange(0, COLUMNS)
+        end = tl.load(log + (CHUNK - 1) * K + e, mask=e < K, other=0.0)[None, :]
+        if WHOLE:
+            others = None
+            center = end / 2
+        else:
+            block = i >> n
+            others = (block[:, None] == block[None, :]) & (i[:, None] != i[None, :])
+            center = load_center(log, n, column, K, CHUNK, COLUMNS)
+        until = load_sums(log, i, column, K, COLUMNS) - center
+        pairs = place * CHUNK * CHUNK
+        own_write = write + t * write_token + head * K
+        own_beta = None if beta is None else beta + t * beta_token + head
+        write_key = load_writes(
+            own_write, own_beta, write_token * NEXT, beta_token * NEXT, live, column, K, CHUNK, COLUMNS
+        )
+        writes = (write_key * decay_either(-until)).to(TILE)
+
+        # Queries. `by` is the gradient of b, without those of token pairs (i, i).
+        query = load_tokens(q + t * q_token + head * K, q_token * NEXT, live, column, K, CHUNK, COLUMNS)
+        query = query.to(tl.float32)
+        queries = (query * decay_either(until)).to(TILE)
+        more = tl.dot(load_pairs(d_attention + pairs, others, CHUNK), writes, input_precision=PRECISION)
+        by = queries.to(tl.float32) * more
+        if not VALUES:
+            of_state = tl.zeros((CHUNK, COLUMNS), tl.float32)
+            for start in range(0, V, BLOCK_V):
+                state = load_block(states + place * K * V, column, start, K, V, COLUMNS, BLOCK_V)
+                d_o = load_tokens(d_output + token * V, H * V * NEXT, live, start, V, CHUNK, BLOCK_V).to(TILE)
+                of_state = tl.dot(d_o, tl.trans(state), of_state, input_precision=PRECISION)
+            of_state *= decay(center) * scale
+            by += queries.to(tl.float32) * of_state
+            more += of_state
+        of_q = more * decay_either(until)
+        if not WHOLE:
+            own = tl.load(d_attention + pairs + i * (CHUNK + 1))[:, None].to(tl.float32)
+            of_q += own * write_key
+        store_sum(d_q + token * K, H * K * NEXT, live, column, of_q, K, VALUES, CHUNK, COLUMNS)
+        tl.debug_barrier()  # without it, the compiler loads early what follows, and registers spill
+
+        # Reads.
+        read_key = load_tokens(k + t * k_token + head * K, k_token * NEXT, live, column, K, CHUNK, COLUMNS)
+        before = load_sums(log, i - 1 if BEFORE else i, column, K, COLUMNS)
+        factor = decay_either(before - center)
+        read_key = read_key.to(tl.float32)
+        reads = (read_key * factor).to(TILE)
+        more = tl.dot(load_pairs(d_lower + pairs, others, CHUNK), writes, input_precision=PRECISION)
+        by_reads = reads.to(tl.float32) * more
+        of_k = more * factor
+        if not VALUES:
+            of_state = tl.zeros((CHUNK, COLUMNS), tl.float32)
+            for start in range(0, V, BLOCK_V):
+                state = load_block(states + place * K * V, column, start, K, V, COLUMNS, BLOCK_V)
+                d_error = load_block(d_errors + place * CHUNK * V, 0, start, CHUNK, V, CHUNK, BLOCK_V)
+                of_state = tl.dot(d_error, tl.trans(state), of_state, input_precision=PRECISION)
+            if not WHOLE:  # the factor may be limited: see `decay_either`
+                of_state *= -decay(before)
+                by_reads += read_key * of_state
+                of_k += of_state
+            else:
+                of_state *= -decay(center)
+                by_reads += reads.to(tl.float32) * of_state
+                of_k += of_state * factor
+        by += by_reads
+        tl.debug_barrier()
+
+        # Writes, and the state itself.
+        d_a = load_pairs(d_attention + pairs, others, CHUNK)
+        more = tl.dot(tl.trans(d_a), queries, input_precision=PRECISION)
+        d_l = load_pairs(d_lower + pairs, others, CHUNK)
+        more = tl.dot(tl.trans(d_l), reads, more, input_precision=PRECISION)
+        until = load_sums(log, i, column, K, COLUMNS) - center
+        write_key = load_writes(
+            own_write, own_beta, write_token * NEXT, beta_token * NEXT, live, column, K, CHUNK, COLUMNS
+        )
+        factor = decay_either(-until)
+        writes_again = (write_key * factor).to(TILE).to(tl.float32)
+        by -= writes_again * more
+        of_state, kept = tl.zeros((CHUNK, COLUMNS), tl.float32), tl.zeros((COLUMNS,), tl.float32)
+        for start in range(0, V, BLOCK_V):
+            d_state = load_block(d_states + place * K * V, column, start, K, V, COLUMNS, BLOCK_V)
+            if VALUES:
+                values = u + t * u_token + head * V
+                written = load_tokens(values, u_token * NEXT, live, start, V, CHUNK, BLOCK_V).to(TILE)
+            else:
+                written = load_block(u + place * CHUNK * V, 0, start, CHUNK, V, CHUNK, BLOCK_V)
+                state = load_block(states + place * K * V, column, start, K, V, COLUMNS, BLOCK_V)
+                kept += tl.sum(state.to(tl.float32) * d_state.to(tl.float32), 1)
+            of_state = tl.dot(written, tl.trans(d_state), of_state, input_precision=PRECISION)
+        of_state *= decay(end - center)
+        of_w = (more + of_state) * factor
+        if not WHOLE:
+            of_w += own * query
+        earlier = tl.where(i[:, None] > i[None, :], 1.0, 0.0).to(TILE)
+        passed = tl.dot(earlier, (writes_again * of_state).to(TILE), input_precision=PRECISION)
+        of_g = sum_from(by, passed, CHUNK, TILE) + kept[None, :] * decay(end)
+        if BEFORE:
+            of_g -= by_reads
+        store_sum(d_g + token * K, H * K * NEXT, live, column, of_g, K, VALUES, CHUNK, COLUMNS)
+        store_writes(
+            of_k, of_w, own_write, own_beta, d_k, d_write, d_beta, token, live, column, write_token * NEXT,
+            beta_token * NEXT, H * NEXT, K, VALUES, False, CHUNK, COLUMNS,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -568,17 +723,17 @@ def through_level(pairs, late, d_product, read, write, factor, TILE: tl.constexp
     return more * factor, tl.where(late, by, -by)
 
 
-@triton.jit(do_not_specialize=SIZES)
-def differentiate_by_level(
-    q, k, write, beta, sums, mild, cu_seqlens, sequence_of, d_lower, d_attention, d_q, d_k, d_write, d_g, d_beta,
-    T, H, q_token, k_token, write_token, beta_token,
+@triton.jit
+def differentiate_levels(
+    program, q, k, write, beta, sums, mild, cu_seqlens, sequence_of, d_lower, d_attention, d_q, d_k, d_write, d_g,
+    d_beta, T, H, q_token, k_token, write_token, beta_token,
     K: tl.constexpr, BEFORE: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
     COLUMNS: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
     """Add to what `differentiate` stored what comes through pairs of different blocks."""
     tiles: tl.constexpr = (K + COLUMNS - 1) // COLUMNS
-    column = (tl.program_id(0) % tiles) * COLUMNS
-    place = (tl.program_id(0) // tiles).to(tl.int64)
+    column = (program % tiles) * COLUMNS
+    place = tl.cast(program // tiles, tl.int64)
     first = tl.load(mild + place)
     if first < LEVELS:
         slot, head = place // H, place % H
@@ -619,7 +774,46 @@ def differentiate_by_level(
         of_g = tl.cumsum(by + by_reads, 0, reverse=True)
         if BEFORE:
             of_g -= by_reads
-        store_gradients(
-            of_q, of_k, of_w, of_g, write, beta, d_q, d_k, d_write, d_g, d_beta, t * H + head, live, column,
-            write_token * NEXT, beta_token * NEXT, H * NEXT, K, True, True, CHUNK, COLUMNS,
+        token = t * H + head
+        store_sum(d_q + token * K, H * K * NEXT, live, column, of_q, K, True, CHUNK, COLUMNS)
+        store_sum(d_g + token * K, H * K * NEXT, live, column, of_g, K, True, CHUNK, COLUMNS)
+        store_writes(
+            of_k, of_w, write, beta, d_k, d_write, d_beta, token, live, column, write_token * NEXT, beta_token * NEXT,
+            H * NEXT, K, True, True, CHUNK, COLUMNS,
         )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=SIZES)
+def differentiate(
+    q, k, write, beta, sums, mild, cu_seqlens, sequence_of, d_output, states, d_states, u, d_errors, d_lower,
+    d_attention, d_q, d_k, d_write, d_g, d_beta, scale, T, H, places, q_token, k_token, write_token, beta_token,
+    u_token, K: tl.constexpr, V: tl.constexpr, BEFORE: tl.constexpr, VALUES: tl.constexpr, WHOLE: tl.constexpr,
+    REVERSE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_V: tl.constexpr,
+    LEVELS: tl.constexpr,
+):  # fmt: skip
+    """The gradients of q, k, gates, write keys and beta of a chunk and head, in COLUMNS key channels.
+
+    Chunks are those of a single block if WHOLE, else the others. With VALUES, writes are value keys and u the values:
+    what they add. The gradient of beta is a part, which lacks the other channels: [B, T, H, tiles].
+    """
+    if WHOLE:
+        differentiate_chunk(
+            tl.program_id(0), q, k, write, beta, sums, mild, cu_seqlens, sequence_of, d_output, states, d_states, u,
+            d_errors, d_lower, d_attention, d_q, d_k, d_write, d_g, d_beta, scale, T, H, q_token, k_token, write_token,
+            beta_token, u_token, K, V, BEFORE, VALUES, WHOLE, REVERSE, PRECISION, CHUNK, COLUMNS, BLOCK_V, LEVELS,
+        )  # fmt: skip
+    else:
+        tiles: tl.constexpr = (K + COLUMNS - 1) // COLUMNS
+        for program in range(tl.program_id(0), places * tiles, tl.num_programs(0)):
+            differentiate_chunk(
+                program, q, k, write, beta, sums, mild, cu_seqlens, sequence_of, d_output, states, d_states, u,
+                d_errors, d_lower, d_attention, d_q, d_k, d_write, d_g, d_beta, scale, T, H, q_token, k_token,
+                write_token, beta_token, u_token, K, V, BEFORE, VALUES, WHOLE, REVERSE, PRECISION, CHUNK, COLUMNS,
+                BLOCK_V, LEVELS,
+            )  # fmt: skip
+            tl.debug_barrier()
+            differentiate_levels(
+                program, q, k, write, beta, sums, mild, cu_seqlens, sequence_of, d_lower, d_attention, d_q, d_k,
+                d_write, d_g, d_beta, T, H, q_token, k_token, write_token, beta_token, K, BEFORE, REVERSE, PRECISION,
+                CHUNK, COLUMNS, LEVELS,
+            )  # fmt: skip

@@ -1,13 +1,15 @@
 """The delta rule with decays per key channel, value keys or reads before the decay in Triton: operations and launches.
 
-Sums and the state are float32. Operands of matrix products are bfloat16 for bfloat16 values, TF32 for those of float16,
-and three products of TF32 for those of float32. The forward pass keeps X and A for the backward pass, and with value
+Sums and the state are float32. Operands of matrix products are bfloat16 for bfloat16 values; other values are
+multiplied in float32, by three products of TF32. The forward pass keeps X and A for the backward pass, and with value
 keys M and N: 2 C or 4 C numbers for each token and head; with `recompute` only its inputs. The backward pass computes
 the states again. No sum depends on the order in which programs run.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -16,18 +18,18 @@ from torch import Tensor
 from longseq.kernels.custom_op import custom_op
 from longseq.kernels.delta_rule.chunk import Inputs
 from longseq.kernels.delta_rule.triton_channel_passes import (
+    connect,
     differentiate,
-    differentiate_by_level,
     differentiate_products,
     prepare,
     relate,
-    relate_by_level,
     retreat,
     sum_gates,
     walk,
 )
 from longseq.kernels.devices import is_emulated
 from longseq.kernels.reading import Reverse, number_of
+from longseq.kernels.segments import find_span
 from longseq.kernels.triton_launch import (
     ROW,
     Launch,
@@ -45,16 +47,17 @@ from longseq.kernels.triton_launch import (
 LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
     (2, width): {
         "sum_gates": Launch(0, 0, 4, 1),
-        "relate": Launch(64, 0, 8, 1) if width == 64 else Launch(64, 0, 4, 1),
-        "relate_by_level": Launch(64, 0, 4, 1),
+        "relate": Launch(64, 0, 4, 1, 168) if width == 64 else Launch(128, 0, 4, 1),
+        "relate_blocks": Launch(64, 0, 4, 1),
         "prepare": Launch(64, 0, 4, 1) if width == 64 else Launch(128, 0, 8, 1),
-        "prepare_inverse": Launch(64, 0, 4, 1),
-        "walk": Launch(64, 0, 4, 2) if width == 64 else Launch(128, 0, 8, 2),
-        "walk_for_states": Launch(64, 0, 4, 3) if width == 64 else Launch(64, 0, 4, 2),
+        "prepare_inverse": Launch(64, 0, 4, 1, 168),
+        "walk": Launch(64, 0, 4, 1),
+        "walk_for_states": Launch(64, 0, 4, 2),
+        "connect": Launch(32, 0, 4, 1) if width == 64 else Launch(32, 0, 8, 1),
         "retreat": Launch(64, 0, 4, 2) if width == 64 else Launch(128, 0, 8, 2),
-        "differentiate_products": Launch(128, 0, 4, 1),
-        "differentiate": Launch(64, 64, 8, 1),
-        "differentiate_by_level": Launch(0, 0, 8, 1),
+        "differentiate_products": Launch(64, 0, 4, 1) if width == 64 else Launch(128, 0, 4, 1, 168),
+        "differentiate": Launch(64, 64, 4, 1),
+        "differentiate_blocks": Launch(64, 64, 8, 1),
     }
     for width in (64, 128)
 }
@@ -62,19 +65,28 @@ LAUNCHES |= {
     (4, width): {
         "sum_gates": Launch(0, 0, 4, 1),
         "relate": Launch(32, 0, 4, 1),
-        "relate_by_level": Launch(32, 0, 4, 1),
+        "relate_blocks": Launch(32, 0, 4, 1),
         "prepare": Launch(32, 0, 4, 1),
         "prepare_inverse": Launch(32, 0, 4, 1),
         "walk": Launch(32, 0, 4, 1),
         "walk_for_states": Launch(32, 0, 4, 1),
+        "connect": Launch(32, 0, 4, 1) if width == 64 else Launch(32, 0, 8, 1),
         "retreat": Launch(32, 0, 4, 1),
         "differentiate_products": Launch(32, 0, 4, 1),
         "differentiate": Launch(32, 32, 4, 1),
-        "differentiate_by_level": Launch(0, 0, 4, 1),
+        "differentiate_blocks": Launch(32, 32, 4, 1),
     }
     for width in (64, 128)
 }
 fit_launches(LAUNCHES)
+# Programs that look for chunks with more than one block: most launches have few of these or none.
+SEARCHERS = 1024
+# Programs of walks that run side by side on a GPU of 132 multiprocessors. Where sequences, heads and tiles are too few
+# for so many, sequences are cut into segments of time.
+WALKERS = 264
+FEWEST_SEGMENTS = 3  # fewer do not make up for walking most of the sequence thrice
+FEWEST_CHUNKS = 64  # of a sequence that is cut
+SHORTEST_SEGMENT = 4  # chunks
 
 
 class _Chunks(NamedTuple):
@@ -82,7 +94,7 @@ class _Chunks(NamedTuple):
 
     queries: Tensor
     w: Tensor
-    offered: Tensor
+    offered: Tensor | None  # X V; None for the transition of a state
     writes: Tensor
     added: Tensor | None
     whole: Tensor  # e^{b_C}
@@ -94,10 +106,8 @@ HALF_TILE = torch.float32 if is_emulated() else torch.bfloat16
 
 
 def _tile(v: Tensor) -> tuple[torch.dtype, int, str]:
-    """The type of matrix products, the tokens of a chunk, and the precision of products."""
-    if v.dtype == torch.bfloat16:
-        return HALF_TILE, 64, "tf32"
-    return torch.float32, 32, "tf32" if v.dtype == torch.float16 else "tf32x3"
+    """The type of matrix products, the tokens of a chunk, and the precision of products in float32."""
+    return (HALF_TILE, 64, "tf32") if v.dtype == torch.bfloat16 else (torch.float32, 32, "tf32x3")
 
 
 class _Call:
@@ -122,6 +132,13 @@ class _Call:
         self.options = {**self.layout, "PRECISION": self.precision}
         self.levels = {"LEVELS": self.chunk.bit_length() - 1}
         self.places = self.slots * self.heads
+        self.span = self._find_span()
+        self.segments, self.segment_of = self.sequences, None
+        if self.span:
+            length = self.span * self.chunk
+            rows = self.batch if cu_seqlens is None else 1
+            self.segments = count_slots(rows, self.tokens, length, cu_seqlens)
+            self.segment_of = sequence_of_slots(self.segments, length, self.tokens, cu_seqlens)
         self.sums, self.mild = self._sum_gates(g)
 
     def _launch(
@@ -133,26 +150,45 @@ class _Call:
     def _width(self, width: int) -> int:
         return block_width(width, ROW[self.dtype.itemsize])
 
-    def _by_value(self, kernel: Any, numbers: tuple[float, ...], tensors: int, name: str | None = None) -> Any:
-        """A launch for programs that have some value columns of one of `tensors` states."""
-        block = min(self.launches[name or kernel.__name__].block, self._width(self.value_dim))
-        widths = {"K": self.key_dim, "V": self.value_dim, "BLOCK_K": self._width(self.key_dim), "BLOCK_V": block}
-        return self._launch(kernel, tensors * cdiv(self.value_dim, block), numbers, name, widths | self.options)
+    def _find_span(self) -> int:
+        """The chunks of a segment of time; 0 if sequences are not cut.
+
+        Packed sequences are cut like the row that holds them, unless there are enough of them.
+        """
+        lanes = self.heads * cdiv(self.value_dim, self.launches["walk"].block)
+        if self.sequences * lanes > WALKERS:
+            return 0
+        rows = self.batch if self.cu_seqlens is None else 1
+        chunks = cdiv(self.tokens, self.chunk)
+        shortest = max(SHORTEST_SEGMENT, math.isqrt(chunks // 2))  # `connect` takes about as long as a walk
+        return find_span(chunks, rows * lanes, WALKERS, fewest=FEWEST_SEGMENTS, shortest=shortest, least=FEWEST_CHUNKS)
+
+    def _by_value(
+        self, kernel: Any, numbers: tuple[float, ...], tensors: int, name: str | None = None, **constants: Any
+    ) -> Any:
+        """A launch for programs that have some columns of one of `tensors` states, V of them or those of a constant."""
+        width = constants.get("V", self.value_dim)
+        block = min(self.launches[name or kernel.__name__].block, self._width(width))
+        widths = {"K": self.key_dim, "V": width, "BLOCK_K": self._width(self.key_dim), "BLOCK_V": block}
+        constants = {**widths, "SPAN": self.span, **constants}
+        return self._launch(kernel, tensors * cdiv(width, block) * self.heads, numbers, name, constants)
 
     def _empty(self, *sizes: int, dtype: torch.dtype | None = None) -> Tensor:
         """A tensor by slot and head."""
         return self.k.new_empty((self.slots, self.heads, *sizes), dtype=dtype or self.dtype)
 
-    def _states(self) -> Tensor:
-        """A float32 tensor with a state for each sequence."""
-        return self.k.new_empty((self.sequences, self.heads, self.key_dim, self.value_dim), dtype=torch.float32)
+    def _states(self, count: int | None = None) -> Tensor:
+        """A float32 tensor with `count` states of all heads, without it one for each sequence."""
+        return self.k.new_empty(
+            (count or self.sequences, self.heads, self.key_dim, self.value_dim), dtype=torch.float32
+        )
 
     def _sum_gates(self, g: Tensor | None) -> tuple[Tensor, Tensor]:
         """b [slots, H, C, K], and the sizes of blocks, n."""
         if g is None:
             g = self.k.new_zeros((1,), dtype=torch.float32)
         g = (g.unsqueeze(-1) if g.dim() == 3 else g).expand(self.k.shape).contiguous()
-        exact = torch.float64 if self.precision == "tf32x3" else torch.float32
+        exact = torch.float32 if self.chunk == 64 else torch.float64
         sums, mild = self._empty(self.chunk, self.key_dim, dtype=exact), self._empty(dtype=torch.int32)
         constants = {"K": self.key_dim, "BLOCK_K": block_width(self.key_dim), **self.levels, **self.layout}
         launch = self._launch(sum_gates, self.places, (self.tokens, self.heads, g.stride(1)), None, constants)
@@ -169,14 +205,21 @@ class _Call:
         return lower, products
 
     def _relate(self, write: Tensor, beta: Tensor | None, lower: Tensor, attention: Tensor) -> None:
-        numbers = (self.scale, self.tokens, self.heads, *_steps(self.q, self.k, write, beta))
-        levels: dict[str, int]
-        for kernel, levels in ((relate, {}), (relate_by_level, self.levels)):
-            columns = min(self.launches[kernel.__name__].block, self._width(self.key_dim))
-            constants = {"K": self.key_dim, "BEFORE": self.before, "COLUMNS": columns, **levels, **self.options}
-            self._launch(kernel, self.places, numbers, None, constants)(
+        numbers = (self.scale, self.tokens, self.heads, self.places, *_steps(self.q, self.k, write, beta))
+        columns = min(self.launches["relate"].block, self._width(self.key_dim))
+        constants = {"K": self.key_dim, "BEFORE": self.before, "COLUMNS": columns, **self.levels, **self.options}
+        for launch in self._by_blocks(relate, self.places, numbers, constants):
+            launch(
                 self.q, self.k, write, beta, self.sums, self.mild, self.cu_seqlens, self.sequence_of, lower, attention
             )
+
+    def _by_blocks(
+        self, kernel: Any, programs: int, numbers: tuple[float, ...], constants: dict[str, Any]
+    ) -> Iterator[Any]:
+        """Launches for the chunks of a single block, and for the others."""
+        name = kernel.__name__
+        yield self._launch(kernel, programs, numbers, name, {**constants, "WHOLE": True})
+        yield self._launch(kernel, min(programs, SEARCHERS), numbers, f"{name}_blocks", {**constants, "WHOLE": False})
 
     def prepare(self, products: Tensor, lower: Tensor | None = None) -> _Chunks:
         """What walks read; with L, also X, into `products`."""
@@ -198,32 +241,72 @@ class _Call:
     def walk(self, products: Tensor, chunks: _Chunks, first: Tensor | None) -> tuple[Tensor, Tensor]:
         """The outputs and the last states."""
         output, last = self.v.new_empty(self.v.shape), self._states()
-        self._walk("walk", products, chunks, first, None, None, last, output)
+        if self.span:
+            starts = self._connect(self.transitions(chunks), self._ends(chunks), first, last)
+            self._walk("walk", products, chunks, starts, None, None, None, output)
+        else:
+            self._walk("walk", products, chunks, first, None, None, last, output)
         return output, last
 
-    def walk_for_states(self, products: Tensor, chunks: _Chunks, first: Tensor | None) -> tuple[Tensor, Tensor]:
+    def walk_for_states(
+        self, products: Tensor, chunks: _Chunks, first: Tensor | None, transitions: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """The states before each chunk, and U."""
         states, u = self._empty(self.key_dim, self.value_dim), torch.empty_like(chunks.offered)
-        self._walk("walk_for_states", products, chunks, first, states, u, self._states(), None)
+        if transitions is not None:
+            first = self._connect(transitions, self._ends(chunks), first, self._states())
+        self._walk("walk_for_states", products, chunks, first, states, u, None, None)
         return states, u
 
-    def _walk(self, name: str, products: Tensor, chunks: _Chunks, *tensors: Tensor | None) -> None:
+    def transitions(self, chunks: _Chunks) -> Tensor | None:
+        """The products of the transitions of the chunks of segments, [segments, H, K, K]; None without segments."""
+        if not self.span:
+            return None
+        found = self.k.new_empty((self.segments, self.heads, self.key_dim, self.key_dim), dtype=torch.float32)
+        self._walk("walk_for_states", None, chunks._replace(offered=None, added=None), None, None, None, found, None)
+        return found
+
+    def _ends(self, chunks: _Chunks) -> Tensor:
+        """The states after segments that begin from zero."""
+        ends = self._states(self.segments)
+        self._walk("walk_for_states", None, chunks, None, None, None, ends, None)
+        return ends
+
+    def _connect(
+        self, transitions: Tensor, ends: Tensor, first: Tensor | None, last: Tensor, back: bool = False
+    ) -> Tensor:
+        """The states before segments; stores the last ones. `back`, gradients from the last segment to the first."""
+        starts = torch.empty_like(ends)
+        self._by_value(connect, (self.tokens, self.heads), self.sequences, BACKWARD=back, CHUNK=self.chunk)(
+            self.cu_seqlens, transitions, ends, first, starts, last
+        )
+        return starts
+
+    def _walk(self, name: str, products: Tensor | None, chunks: _Chunks, *tensors: Tensor | None) -> None:
         numbers = (self.tokens, self.heads, self.v.stride(1))
-        values = None if chunks.added is None else products[3]
-        self._by_value(walk, numbers, self.sequences * self.heads, name)(
-            self.v, self.cu_seqlens, products[1], values, *chunks, *tensors
+        attention = None if products is None else products[1]
+        values = None if products is None or chunks.added is None else products[3]
+        width = self.key_dim if chunks.offered is None else self.value_dim
+        self._by_value(walk, numbers, self.segments, name, V=width, **self.options)(
+            self.v, self.cu_seqlens, self.segment_of, attention, values, *chunks, *tensors
         )
 
     def retreat(
-        self, attention: Tensor, chunks: _Chunks, d_output: Tensor, d_last: Tensor | None
+        self, attention: Tensor, chunks: _Chunks, d_output: Tensor, d_last: Tensor | None, transitions: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of the states after each chunk, of U, and of the first states."""
         d_states, d_u = self._empty(self.key_dim, self.value_dim), torch.empty_like(chunks.offered)
         d_first = self._states()
-        self._by_value(retreat, (self.tokens, self.heads), self.sequences * self.heads)(
-            *(d_output, self.cu_seqlens, attention, chunks.queries, chunks.w, chunks.writes, chunks.whole, d_last),
-            *(d_states, d_u, d_first),
-        )
+        launch = self._by_value(retreat, (self.tokens, self.heads), self.segments, **self.options)
+        inputs = (d_output, self.cu_seqlens, self.segment_of, attention)
+        tiles = (chunks.queries, chunks.w, chunks.writes, chunks.whole)
+        if transitions is None:
+            launch(*inputs, *tiles, d_last, d_states, d_u, d_first)
+        else:
+            ends = self._states(self.segments)
+            launch(*inputs, *tiles, None, None, None, ends)
+            starts = self._connect(transitions, ends, d_last, d_first, back=True)
+            launch(*inputs, *tiles, starts, d_states, d_u, None)
         return d_states, d_u, d_first
 
     def differentiate_products(
@@ -266,18 +349,16 @@ class _Call:
         for n, (write, beta, values, d_key, d_part) in enumerate(calls):
             inputs = (self.q, self.k, write, beta, self.sums, self.mild, self.cu_seqlens, self.sequence_of)
             of_products, gradients = (d_products[2 * n], d_products[2 * n + 1]), (d_q, d_k, d_key, d_g, d_part)
-            numbers = (self.tokens, self.heads, *_steps(self.q, self.k, write, beta))
+            steps = _steps(self.q, self.k, write, beta, self.v)
+            numbers = (self.scale, self.tokens, self.heads, self.places, *steps)
             programs = self.places * cdiv(self.key_dim, columns)
-            constants = {"K": self.key_dim, "BEFORE": self.before, "COLUMNS": columns, **self.options}
             block = min(self.launches["differentiate"].step, self._width(self.value_dim))
-            own = {**constants, "V": self.value_dim, "VALUES": n > 0, "BLOCK_V": block}
-            steps = (self.scale, *numbers, self.v.stride(1))
-            self._launch(differentiate, programs, steps, None, own)(
-                *inputs, d_output, states, d_states, values, d_errors, *of_products, *gradients
-            )
-            self._launch(differentiate_by_level, programs, numbers, None, constants | self.levels)(
-                *inputs, *of_products, *gradients
-            )
+            constants = {
+                "K": self.key_dim, "V": self.value_dim, "BEFORE": self.before, "VALUES": n > 0, "COLUMNS": columns,
+                "BLOCK_V": block, **self.levels, **self.options,
+            }  # fmt: skip
+            for launch in self._by_blocks(differentiate, programs, numbers, constants):
+                launch(*inputs, d_output, states, d_states, values, d_errors, *of_products, *gradients)
         if self.beta is not None and d_beta is not None:
             found.insert(3, d_beta.sum(-1).to(self.beta.dtype))
         return found
@@ -362,9 +443,10 @@ def delta_rule_channels_backward(
         lower, products = call.relate()
         chunks = call.prepare(products, lower)
     first = None if initial_state is None else initial_state.contiguous()
-    states, u = call.walk_for_states(products, chunks, first)
+    transitions = call.transitions(chunks)
+    states, u = call.walk_for_states(products, chunks, first, transitions)
     d_last = None if d_final is None else d_final.contiguous()
-    d_states, d_u, d_first = call.retreat(products[1], chunks, d_output, d_last)
+    d_states, d_u, d_first = call.retreat(products[1], chunks, d_output, d_last, transitions)
     d_products, d_v = call.differentiate_products(products, chunks, d_output, u, d_u, d_states)
     d_write = None if write_key is None else write_key.new_empty(write_key.shape)
     rest = call.differentiate(d_products, d_output, states, d_states, u, d_u, d_write)
