@@ -17,9 +17,9 @@ from longseq.kernels.triton_launch import cdiv, find_launch, launch_options, nex
 
 # BLOCK: numbers of a program's block. COLUMNS: the most columns of the block. PROGRAMS: the largest number of programs
 # if the gradients of parameters are needed. Each of them takes every n-th block of rows and sums those gradients.
-BLOCK = 2048
-COLUMNS = 256
-PROGRAMS = 1024
+BLOCK = 1024
+COLUMNS = 128
+PROGRAMS = 4096
 WARPS = 4
 
 
@@ -148,8 +148,9 @@ def log_decay_backward(
     )(inputs, A_log.contiguous(), dt_bias.contiguous(), gradients, dz, sums)  # fmt: skip
     if not weighs:
         return dz, z.new_empty(0), z.new_empty(0)
-    d_bias, d_log = sums[0].sum(1), sums[1].unflatten(-1, (-1, channels)).sum((1, 3))
-    return dz, d_log.view_as(A_log).to(A_log.dtype), d_bias.view_as(dt_bias).to(dt_bias.dtype)
+    d_bias, d_log = sums.sum(2)
+    d_log = d_log.view(*A_log.shape, channels).sum(-1)
+    return dz, d_log.to(A_log.dtype), d_bias.view_as(dt_bias).to(dt_bias.dtype)
 
 
 @log_decay_backward.register_fake
