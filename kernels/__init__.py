@@ -2,10 +2,10 @@
 
 Every operation, and its form for one token `<op>_step`, takes `backend`. "auto" runs the first backend that has no
 reason against the call. A backend's name runs that backend, or raises ValueError with its reasons. `explain(op,
-device=...)` returns the reasons by which "auto" chooses. `add_norm`, `head_features`, `map_features`, `silu_product`
-and `token_loss` compute each token by itself and have no state. `longhorn_pair` is a whole Longhorn layer between its
-projections, read in both directions. `convolved_features` has no step: for one token use `short_convolution_step` and
-`head_features`.
+device=...)` returns the reasons by which "auto" chooses. `add_norm`, `head_features`, `log_decay`, `map_features`,
+`silu_product` and `token_loss` compute each token by itself and have no state. `longhorn_pair` is a whole Longhorn
+layer between its projections, read in both directions. `convolved_features` has no step: for one token use
+`short_convolution_step` and `head_features`.
 
 A `Packing`, made once from `cu_seqlens`, can be given in place of `cu_seqlens`. Operations and layers then derive
 positions and groups from the borders once per batch. `packed_attention` is softmax attention over such packed
@@ -29,6 +29,7 @@ from longseq.kernels.diagonal_scan import longhorn_scan, longhorn_scan_step, sel
 from longseq.kernels.dispatch import explain, list_ops
 from longseq.kernels.head_features import head_features
 from longseq.kernels.linear_attention import linear_attention, linear_attention_step
+from longseq.kernels.log_decay import log_decay
 from longseq.kernels.longhorn_pair import longhorn_pair
 from longseq.kernels.map_features import map_features
 from longseq.kernels.orthogonal_recurrence import orthogonal_recurrence, orthogonal_recurrence_step
@@ -58,6 +59,7 @@ __all__ = [
     "linear_attention",
     "linear_attention_step",
     "list_ops",
+    "log_decay",
     "longhorn_pair",
     "longhorn_scan",
     "longhorn_scan_step",

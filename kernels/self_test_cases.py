@@ -138,6 +138,11 @@ TRIALS: dict[str, Trial] = {
         mixed=("logits",),
     ),
     "linear_attention": Trial({"K": 64, "V": 64}, _linear_attention(), mixed=("g", "g_value")),
+    "log_decay": Trial(
+        {"H": 2, "K": 64},
+        (*(Case(variant, 70) for variant in ("plain", "channel", "pair")), Case("bound", 70, kind="bound")),
+        mixed=("A_log", "dt_bias"),
+    ),
     "longhorn_pair": Trial(
         {"N": 16, "R": 16, "W": 4},
         (Case("plain", 80, channels=128),),

@@ -412,6 +412,16 @@ def _map_features(sampler: InputSampler, variant: str) -> Inputs:
     return Inputs("map_features", {"x": x}, (), options={"scale": 0.5, **options})
 
 
+@_maker("log_decay", "plain", "channel", "bound", "pair")
+def _log_decay(sampler: InputSampler, variant: str) -> Inputs:
+    heads, channels = sampler.size(H=2, K=5)
+    own, width = (2,) if variant == "pair" else (), () if variant == "plain" else (channels,)
+    rows = 2 * sampler.batch if own else sampler.batch
+    z = 4 * sampler.normal(rows, sampler.tokens, heads, *width)
+    parameters = {"A_log": sampler.normal(*own, heads), "dt_bias": sampler.normal(*own, heads, *width)}
+    return Inputs("log_decay", {"z": z}, (), parameters, options={"bound": -5.0} if variant == "bound" else {})
+
+
 @_maker("add_norm", "plain", "branch", "centred_branch", "pair")
 def _add_norm(sampler: InputSampler, variant: str) -> Inputs:
     shape = (sampler.batch, sampler.tokens, *sampler.size(D=6))

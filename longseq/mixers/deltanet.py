@@ -99,7 +99,7 @@ class DeltaMixer(Mixer[DeltaState]):
             if self.convolution is not None:
                 inputs, convolution = self.convolution(inputs, convolution, **options)
             features = self._features(inputs, logits)
-        g = self._log_decay(rate)
+        g = self._log_decay(rate, self.local_backend)
         call = self._write(features, rate, g)
         o, memory = self._recur(call, g, memory, cu_seqlens, mask, reverse, output_final_state)
         return self._read_out(o, gate), DeltaState(convolution, required(memory)) if output_final_state else None
@@ -140,7 +140,7 @@ class DeltaMixer(Mixer[DeltaState]):
         inputs, logits = self._split_logits(mixed)
         if self.convolution is not None:
             inputs, convolution = self.convolution.step(inputs, required(convolution))
-        g = self._log_decay(rate)
+        g = self._log_decay(rate, "torch")
         o, memory = self._recur_step(self._write(self._features(inputs, logits), rate, g), g, memory)
         return self._read_out(o, gate), DeltaState(convolution, memory)
 
@@ -210,14 +210,13 @@ class DeltaMixer(Mixer[DeltaState]):
             self.observe("gate_saturation", gate_saturation)
         self.observe("key_write_norm", key_write_norm)
 
-    def _log_decay(self, rate: Any) -> Tensor | None:
+    def _log_decay(self, rate: Any, backend: str) -> Tensor | None:
         """g `[..., H]` or `[..., H, K]`; None without a decay."""
         return None
 
     def _log_decay_pair(self, backward: Self, rate: Any) -> Tensor | None:
         """g of this mixer and of `backward`, one after the other: 2 B rows."""
-        g = self._log_decay(rate)
-        return None if g is None else torch.cat((g, g if backward is self else required(backward._log_decay(rate))))
+        return None
 
     def _read_out(self, o: Tensor, gate: Any) -> Tensor:
         return self._gate(self.norm(o).flatten(-2), gate)

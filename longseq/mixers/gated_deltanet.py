@@ -11,13 +11,12 @@ from typing_extensions import Self
 from longseq.blocks.convolution import ShortConvolution
 from longseq.blocks.linear import AlignedLinear
 from longseq.blocks.norm import RMSNorm
-from longseq.blocks.pairs import stack_pair
-from longseq.blocks.precision import at_least_float32
-from longseq.kernels import silu_product
+from longseq.blocks.pairs import repeat_rows, stack_pair
+from longseq.kernels import log_decay, silu_product
 from longseq.mixers.deltanet import DeltaMixer
 from longseq.mixers.heads import choose_heads, largest_heads
 from longseq.mixers.registry import register
-from longseq.mixers.step_size import draw_decay_rates, draw_step_bias, step_size
+from longseq.mixers.step_size import draw_decay_rates, draw_step_bias
 
 
 @register("gated_deltanet")
@@ -102,13 +101,12 @@ class GatedDeltaNet(DeltaMixer):
         mixed, rate, gate, _ = projected.split([*self.widths, projected.shape[-1] - sum(self.widths)], dim=-1)
         return mixed, rate, gate
 
-    def _log_decay(self, rate: Tensor) -> Tensor:
-        return -at_least_float32(self.A_log).exp() * step_size(rate, self.dt_bias)
+    def _log_decay(self, rate: Tensor, backend: str) -> Tensor:
+        return log_decay(rate, self.A_log, self.dt_bias, backend=backend)
 
     def _log_decay_pair(self, backward: Self, rate: Tensor) -> Tensor:
         A_log, bias = stack_pair(self.A_log, backward.A_log), stack_pair(self.dt_bias, backward.dt_bias)
-        g = -at_least_float32(A_log[:, None, None]).exp() * step_size(rate, bias[:, None, None])
-        return g.flatten(0, 1)
+        return log_decay(repeat_rows(rate), A_log, bias, backend=self.local_backend)
 
     def _gate(self, y: Tensor, gate: Tensor) -> Tensor:
         return silu_product(y, gate, backend=self.local_backend) if self.output_gate else y

@@ -6,14 +6,13 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from typing_extensions import Self
 
 from longseq.blocks.convolution import ShortConvolution
 from longseq.blocks.linear import AlignedLinear
 from longseq.blocks.norm import RMSNorm
-from longseq.blocks.pairs import repeat_rows
-from longseq.blocks.precision import at_least_float32
+from longseq.blocks.pairs import repeat_rows, stack_pair
+from longseq.kernels import log_decay
 from longseq.kernels.reading import halves
 from longseq.mixers.deltanet import DeltaMixer
 from longseq.mixers.heads import choose_heads
@@ -115,10 +114,18 @@ class KDA(DeltaMixer):
         parts = projected[..., self.mixed_width : used].split(self.widths, dim=-1)
         return projected, parts[:-1], parts[-1]
 
-    def _log_decay(self, rate: Any) -> Tensor:
-        z = at_least_float32(self.decay_proj(rate[-1])) + self.dt_bias
-        z, slope = z.unflatten(-1, (-1, self.key_dim)), at_least_float32(self.A_log).exp().unsqueeze(-1)
-        return -slope * functional.softplus(z) if self.gate_bound is None else self.gate_bound * (slope * z).sigmoid()
+    def _log_decay(self, rate: Any, backend: str) -> Tensor:
+        return self._decay(self.decay_proj(rate[-1]), self.A_log, self.dt_bias, backend)
+
+    def _log_decay_pair(self, backward: Self, rate: Any) -> Tensor:
+        z = self.decay_proj(rate[-1])
+        z = torch.cat((z, z if backward is self else backward.decay_proj(rate[-1])))
+        A_log, dt_bias = stack_pair(self.A_log, backward.A_log), stack_pair(self.dt_bias, backward.dt_bias)
+        return self._decay(z, A_log, dt_bias, self.local_backend)
+
+    def _decay(self, z: Tensor, A_log: Tensor, dt_bias: Tensor, backend: str) -> Tensor:
+        z, dt_bias = (x.unflatten(-1, (-1, self.key_dim)) for x in (z, dt_bias))
+        return log_decay(z, A_log, dt_bias, bound=self.gate_bound, backend=backend)
 
     def _read_out_pair(self, backward: Self, o: Tensor, gate: Tensor) -> Tensor:
         ahead, behind = halves(o)

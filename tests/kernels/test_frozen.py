@@ -31,6 +31,7 @@ FROZEN = {
     ("silu_product", "pair"): ["skip_weight"],
     ("head_features", "logits_pair"): ["x"],
     ("head_features", "logits"): ["x", "logits"],
+    ("log_decay", "pair"): ["z", "A_log dt_bias", "z dt_bias"],
     ("longhorn_pair", "plain"): ["taps offset", "selection", "rate rate_offset", "skip rate_offset"],
     ("longhorn_scan", "plain"): ["x", "q k", "beta initial_state", "k"],
     ("selective_scan", "plain"): ["A", "x delta A", "B C delta initial_state"],

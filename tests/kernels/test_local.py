@@ -7,7 +7,7 @@ import torch
 from kernel_inputs import assert_accurate, error, gradients, list_variants, make_inputs, results
 from torch import Tensor
 
-from longseq.kernels import add_norm, explain, head_features, token_loss
+from longseq.kernels import add_norm, explain, head_features, log_decay, token_loss
 from longseq.kernels.dispatch import list_local_ops
 
 CASES = [(op, variant) for op in list_local_ops() for variant in list_variants(op)]
@@ -42,6 +42,14 @@ def by_hand(op: str, variant: str, **tensors: Tensor) -> tuple[Tensor, ...]:
         x, gate = tensors["projected"].chunk(2, -1)
         y = read_longhorn(x, **forward) + read_longhorn(x.flip(1), **backward).flip(1)
         return (y * gate * gate.sigmoid(),)
+    if op == "log_decay":
+        z, a, bias = (tensors[name] for name in ("z", "A_log", "dt_bias"))
+        if variant == "pair":
+            return (
+                torch.cat([by_hand(op, "channel", z=z.chunk(2)[i], A_log=a[i], dt_bias=bias[i])[0] for i in (0, 1)]),
+            )
+        slope, x = a.exp() if variant == "plain" else a.exp()[:, None], z + bias
+        return (-5 / (1 + (-slope * x).exp()) if variant == "bound" else -slope * (1 + x.exp()).log(),)
     x = tensors["x"]
     if variant == "pair":
         weights = {"add_norm": "weight", "silu_product": "skip_weight"}[op]
@@ -109,7 +117,8 @@ def test_half_precision_is_computed_in_float32(interpreted, op, variant, backend
     inputs = make_inputs(op, variant, batch=1, tokens=3, dtype=torch.float16)
     wide = gradients(inputs.map(Tensor.float), backend="torch")
     for name, value in gradients(inputs, backend=backend).items():
-        in_float32 = (op, name) in {("token_loss", "output"), ("head_features", "final_state[2]")}
+        wider = {("token_loss", "output"), ("log_decay", "output"), ("head_features", "final_state[2]")}
+        in_float32 = (op, name) in wider
         assert value.dtype == (torch.float32 if in_float32 else torch.float16), name
         assert error(value, wide[name]) <= 2e-3, name
 
@@ -236,6 +245,23 @@ def test_loss_of_many_logits_of_any_size(interpreted, backend):
     (gradient,) = torch.autograd.grad(losses, logits, weights)
     (right,) = torch.autograd.grad(expected, exact, weights.double())
     torch.testing.assert_close(gradient.double() / weights[:, None], right / weights[:, None], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("bound", [None, -5.0])
+def test_log_decays_of_any_size(interpreted, bound):
+    z = torch.tensor([-torch.inf, -90, -30, -9, -1, -1e-4, 0, 1e-4, 1, 9, 19.99, 20.01, 80, 1e4, torch.inf, torch.nan])
+    A_log, dt_bias = torch.tensor([-1.0, 2.5]), torch.tensor([0.25, -0.25])
+    found = {}
+    for backend, dtype in (("triton", torch.float32), ("torch", torch.float32), ("torch", torch.float64)):
+        inputs = [x.to(dtype).requires_grad_() for x in (z[:, None].expand(-1, 2), A_log, dt_bias)]
+        g = log_decay(*inputs, bound=bound, backend=backend)
+        (dz,) = torch.autograd.grad(g.sum(), inputs[:1])
+        found[backend, dtype] = g, dz
+    # Tiny decays keep their precision, as far as float32 has numbers; 1 - sigmoid does not keep it in torch, either.
+    least = 1e-37 if bound is None else 5e-6
+    for ours, plain, exact in zip(*found.values(), strict=True):
+        torch.testing.assert_close(ours.double(), exact, rtol=5e-6, atol=least, equal_nan=True)
+        assert torch.equal(ours.isnan(), plain.isnan())
 
 
 def test_the_loss_of_a_target_out_of_range_is_no_number_in_the_kernel(interpreted):

@@ -1,0 +1,47 @@
+"""Log decays of heads or channels from a projection."""
+
+from torch import Tensor
+
+from longseq.kernels.dispatch import Call, is_exporting
+from longseq.kernels.log_decay.decay import log_decay_torch
+from longseq.kernels.operation import operation
+from longseq.kernels.precision import call_dtype, is_mixed
+
+__all__ = ["log_decay"]
+
+
+def _judge(op: str, z: Tensor, A_log: Tensor, dt_bias: Tensor, bound: float | None) -> Call:
+    if not is_exporting():
+        _check(z, A_log, dt_bias)
+    sizes = {"H": A_log.shape[-1], "K": dt_bias.shape[-1] if dt_bias.dim() > A_log.dim() else 1}
+    dtype, mixed = call_dtype(z, A_log, dt_bias), is_mixed(z, A_log, dt_bias)
+    kind = "" if bound is None else "bound"
+    return Call(z.device, dtype, exporting=is_exporting(), sizes=sizes, mixed=mixed, kind=kind)
+
+
+@operation(_judge, triton="triton_decay", torch=log_decay_torch)
+def log_decay(
+    z: Tensor, A_log: Tensor, dt_bias: Tensor, *, bound: float | None = None, backend: str = "auto"
+) -> Tensor:
+    """Log decays of heads or channels; only the inputs are saved for the backward pass.
+
+        g = −exp(A_log) softplus(z + dt_bias)     or, with a bound,     g = bound · sigmoid(exp(A_log) (z + dt_bias))
+
+    Shapes: z, g [..., H] with A_log, dt_bias [H]; or z, g [..., H, K] with A_log [H] and dt_bias [H, K]. With a leading
+    2 in both parameters, the first half of z's first dimension has the first ones, the second half the second ones.
+    Arithmetic and g are float32, or float64 for float64 inputs.
+
+    Raises ValueError for tensors that do not fit and for a backend that cannot run.
+
+    Source: Mamba-2 (Dao and Gu, 2024) for heads; Kimi Linear (Kimi Team, 2025) for channels; the bound is Kimi K3's.
+    """
+
+
+def _check(z: Tensor, A_log: Tensor, dt_bias: Tensor) -> None:
+    width = dt_bias.shape[A_log.dim() - 1 :]  # H, or H and K
+    fits = dt_bias.shape[: A_log.dim()] == A_log.shape and len(width) <= 2 and z.shape[-len(width) :] == width
+    if not fits or (A_log.dim() != 1 and (A_log.dim(), A_log.shape[0], z.shape[0] % 2) != (2, 2, 0)):
+        raise ValueError(
+            f"log_decay: z has shape {tuple(z.shape)}, A_log {tuple(A_log.shape)} and dt_bias {tuple(dt_bias.shape)}, "
+            "but they must be [..., H], [H] and [H], or [..., H, K], [H] and [H, K]"
+        )
