@@ -21,8 +21,9 @@ adds to the state, and from the identity, for the product of its transitions. Fr
 before the segments, where the second walk begins.
 
 The gradient of b_i is q_i d_q_i + r_i d_r_i - w_i d_w_i - a_i d_a_i, the gradient of a gate the sum of these from its
-token to the end of the chunk, where the state's decay e^{b_C} is added. A pair of tokens after the gate has no part in
-it: its two terms cancel but for float32's rounding, because both are products of the same rounded numbers.
+token to the end of the chunk. A pair of tokens after the gate has no part in it: its two terms cancel but for float32's
+rounding, because both are products of the same rounded numbers. What writes pass to the state after the chunk would not
+cancel well behind strong gates. It is summed from the start of the chunk to the token before the gate instead.
 
 Tensors of [slots, H, rows, columns] are contiguous. `place` is the number of a chunk of a head.
 """

@@ -870,6 +870,22 @@ def test_any_float64_input_is_a_reason_against_float32_kernels(interpreted, op):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("variant", "bounds"), [("channel", [0, 3, 3, 140]), ("channel_added_before", [0, 140])])
+def test_delta_rule_by_channels_in_segments_of_time(interpreted, monkeypatch, variant, bounds):
+    from longseq.kernels.delta_rule import triton_channels
+
+    monkeypatch.setattr(triton_channels._Call, "_find_span", lambda call: 2)  # chunks of 32 tokens
+    shape = {"tokens": 140, "segments": len(bounds) - 1, "sizes": {"H": 1, "K": 20, "V": 12}}
+    inputs = make_inputs("delta_rule", variant, dtype=torch.float32, **shape)
+    inputs = inputs.replace({"g": inputs.sequences["g"] * 0.02})  # the first token still affects the last segment
+    bounds = torch.tensor(bounds)
+    exact = gradients(inputs.map(torch.Tensor.double), run=Inputs.run_reversed, backend="torch", cu_seqlens=bounds)
+    actual = gradients(inputs, backend="triton", cu_seqlens=bounds, reverse=True)
+    for name, value in exact.items():
+        assert error(actual[name], value) <= 2e-6, name
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["channel", "channel_added_before"])
 def test_compiled_graphs_know_the_layout_of_gradients(interpreted, variant):
     """Also for inputs whose heads lie apart in memory."""
