@@ -129,7 +129,7 @@ class _Call:
         self.slots = count_slots(self.batch, self.tokens, self.chunk, cu_seqlens)
         self.sequence_of = sequence_of_slots(self.slots, self.chunk, self.tokens, cu_seqlens)
         self.layout = {"REVERSE": reverse, "CHUNK": self.chunk}
-        self.options = {**self.layout, "PRECISION": self.precision}
+        self.options: dict[str, Any] = {**self.layout, "PRECISION": self.precision}
         self.levels = {"LEVELS": self.chunk.bit_length() - 1}
         self.places = self.slots * self.heads
         self.span = self._find_span()
@@ -166,7 +166,7 @@ class _Call:
     def _by_value(
         self, kernel: Any, numbers: tuple[float, ...], tensors: int, name: str | None = None, **constants: Any
     ) -> Any:
-        """A launch for programs that have some columns of one of `tensors` states, V of them or those of a constant."""
+        """A launch for programs that have some columns of one of `tensors` states; a state has V of them by default."""
         width = constants.get("V", self.value_dim)
         block = min(self.launches[name or kernel.__name__].block, self._width(width))
         widths = {"K": self.key_dim, "V": width, "BLOCK_K": self._width(self.key_dim), "BLOCK_V": block}
@@ -241,8 +241,8 @@ class _Call:
     def walk(self, products: Tensor, chunks: _Chunks, first: Tensor | None) -> tuple[Tensor, Tensor]:
         """The outputs and the last states."""
         output, last = self.v.new_empty(self.v.shape), self._states()
-        if self.span:
-            starts = self._connect(self.transitions(chunks), self._ends(chunks), first, last)
+        if (transitions := self.transitions(chunks)) is not None:
+            starts = self._connect(transitions, self._ends(chunks), first, last)
             self._walk("walk", products, chunks, starts, None, None, None, output)
         else:
             self._walk("walk", products, chunks, first, None, None, last, output)
@@ -252,7 +252,7 @@ class _Call:
         self, products: Tensor, chunks: _Chunks, first: Tensor | None, transitions: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """The states before each chunk, and U."""
-        states, u = self._empty(self.key_dim, self.value_dim), torch.empty_like(chunks.offered)
+        states, u = self._empty(self.key_dim, self.value_dim), self._empty(self.chunk, self.value_dim)
         if transitions is not None:
             first = self._connect(transitions, self._ends(chunks), first, self._states())
         self._walk("walk_for_states", products, chunks, first, states, u, None, None)
@@ -295,9 +295,9 @@ class _Call:
         self, attention: Tensor, chunks: _Chunks, d_output: Tensor, d_last: Tensor | None, transitions: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of the states after each chunk, of U, and of the first states."""
-        d_states, d_u = self._empty(self.key_dim, self.value_dim), torch.empty_like(chunks.offered)
+        d_states, d_u = self._empty(self.key_dim, self.value_dim), self._empty(self.chunk, self.value_dim)
         d_first = self._states()
-        launch = self._by_value(retreat, (self.tokens, self.heads), self.segments, **self.options)
+        launch = self._by_value(retreat, (self.tokens, self.heads), self.segments, None, **self.options)
         inputs = (d_output, self.cu_seqlens, self.segment_of, attention)
         tiles = (chunks.queries, chunks.w, chunks.writes, chunks.whole)
         if transitions is None:

@@ -282,7 +282,7 @@ class Attention(SoftmaxAttention):
         """Attend to a state's keys and values and to the call's own tokens, of which `mask` marks the real ones."""
         q, k, v = heads
         batch, tokens = q.shape[:2]
-        past = self.initial_state(batch, k.device, k.dtype) if state is None else state
+        past = Attention.initial_state(self, batch, k.device, k.dtype) if state is None else state
         real = torch.ones(batch, tokens, dtype=torch.bool, device=k.device) if mask is None else mask
         # Real tokens follow the tokens of the state, which may hold fewer than it counted; padding comes last. A token
         # sees the slots up to its own, so that the undefined output of padding is finite.

@@ -208,8 +208,12 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
         check_state_rows(state, x.shape[0])
         if has_observers(self):
             return step_by_call(self, x, state)
-        y, state = self.scan_step(self.project_in(x), state)
+        y, state = self.read_step(self.project_in(x), state)
         return self.project_out(y), state
+
+    def read_step(self, projected: Tensor, state: StateT) -> tuple[Tensor, StateT]:
+        """`scan_step`, with what `read` does around `scan`."""
+        return self.scan_step(projected, state)
 
     @property
     def step_backend(self) -> str:

@@ -202,7 +202,7 @@ def _read_in_parts(mixer: Mixer[Any], x: Tensor, split: list[int]) -> tuple[Tens
 def outputs_and_states_have_their_form(mixer: Mixer[Any]) -> None:
     """Outputs are like the inputs; a state keeps its type and dtypes and, unless it grows, its shapes."""
     x = draw(mixer, 3)
-    scanned = mixer.scan(mixer.project_in(x))
+    scanned = mixer.read(mixer.project_in(x))
     _require(isinstance(scanned, tuple) and len(scanned) == 2, "scan returns other things than (y, state)")
     y, state = mixer(x)
     _require(y.shape == x.shape, f"the output is {list(y.shape)} for an input {list(x.shape)}")
@@ -554,7 +554,7 @@ def reading_backwards_is_reading_turned_tokens(mixer: Mixer[Any]) -> None:
     """With `reads_backwards`: `reverse` reads as if the tokens were flipped, "second_half" half of the rows."""
     if not mixer.reads_backwards:
         return
-    scan: Callable[..., tuple[Tensor, Any]] = mixer.scan
+    scan: Callable[..., tuple[Tensor, Any]] = mixer.read
     real = _pad()
     projected = mixer.project_in(draw(mixer, len(real))).detach().requires_grad_()
     state = _as_leaves(mixer(draw(mixer, len(real), 4))[1])
@@ -585,7 +585,7 @@ def packed_sequences_are_read_backwards(mixer: Mixer[Any]) -> None:
     """With `reads_backwards`: `reverse` reads each of several packed sequences as if it were flipped."""
     if not mixer.reads_backwards:
         return
-    scan: Callable[..., tuple[Tensor, Any]] = mixer.scan
+    scan: Callable[..., tuple[Tensor, Any]] = mixer.read
     packing = Packing(torch.tensor([0, 0, 5, 5, 6, TOKENS]))
     last_first = torch.arange(packing.count).flip(0)
     projected = mixer.project_in(draw(mixer, 1)).detach().requires_grad_()
@@ -732,7 +732,7 @@ def flops_are_those_of_the_steps(mixer: Mixer[Any]) -> None:
     _, state = mixer(draw(mixer, 1))
     projected = mixer.project_in(draw(mixer, 1)[:, 0])
     with torch.no_grad(), _Count() as counted:
-        mixer.scan_step(projected, state)
+        mixer.read_step(projected, state)
     stated = (mixer.scan_flops(6000) - mixer.scan_flops(4000)) / 2000
     # A count may leave out norms, activations and other work on single channels.
     message = f"scan_flops states {stated:.0f} operations a token, and a step computes {counted.operations}"

@@ -145,8 +145,8 @@ class Mamba3(Mixer[Mamba3State]):
         y = self._read_out(o, x, z)
         if not output_final_state:
             return y, None
-        start = state or self.initial_state(projected.shape[0] if packing is None else packing.count,
-                                            projected.device, projected.dtype)  # fmt: skip
+        rows = projected.shape[0] if packing is None else packing.count
+        start = state or Mamba3.initial_state(self, rows, projected.device, projected.dtype)
         pairs = ((phase, start.phase), (b, start.key), (x, start.value))
         phase, key, value = (_latest(part, first, packing, mask) for part, first in pairs)
         return y, Mamba3State(phase, required(memory), key, value)

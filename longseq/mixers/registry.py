@@ -11,6 +11,7 @@ from torch import nn
 
 from longseq.blocks.sharding import unsharded_class
 from longseq.mixers.base import Mixer
+from longseq.mixers.parts import missing_options, with_parts, without_parts
 
 _REGISTRY: dict[str, type[Mixer[Any]]] = {}
 
@@ -53,24 +54,33 @@ def name_of(mixer: type[Mixer[Any]]) -> str | None:
 
 
 def options(name: str) -> dict[str, Any]:
-    """Return the keyword options of a mixer's constructor with their defaults."""
+    """Return the keyword options of a mixer's constructor with their defaults, and those that every mixer has."""
     parameters = inspect.signature(get(name)).parameters.values()
-    return {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
+    own = {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
+    return own | missing_options(get(name))
 
 
 def create(name: str, d_model: int, **chosen: Any) -> Mixer[Any]:
-    """Build the mixer `name` for `d_model` channels, with options of its constructor; ValueError for unknown ones."""
+    """Build the mixer `name` for `d_model` channels, with the options that `options` lists; ValueError for others.
+
+    A mixer without a short convolution or an output gate of its own gets them from `longseq.mixers.parts`, by the
+    options `convolution_width` and `output_gate`.
+    """
     known = options(name)
     unknown = sorted(set(chosen) - set(known))
     if unknown:
         raise ValueError(f"mixer {name!r} has no option {', '.join(unknown)}; its options are {', '.join(known)}")
-    return get(name)(d_model, **chosen)
+    kind: Any = get(name)
+    missing = {option: chosen.pop(option) for option in missing_options(kind) if option in chosen}
+    return with_parts(kind)(d_model, **chosen, **missing) if any(missing.values()) else kind(d_model, **chosen)
 
 
 def mixer_revisions(model: nn.Module) -> dict[str, int]:
     """The revision of each registered mixer in the model, by name."""
     mixers = [module for module in model.modules() if isinstance(module, Mixer)]
-    return {name: mixer.revision for mixer in mixers if (name := name_of(unsharded_class(mixer))) is not None}
+    return {
+        name: mixer.revision for mixer in mixers if (name := name_of(without_parts(unsharded_class(mixer)))) is not None
+    }
 
 
 def check_revisions(model: nn.Module, saved: Mapping[str, int] | None) -> None:

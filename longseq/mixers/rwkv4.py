@@ -167,7 +167,7 @@ class RWKV4(Mixer[RWKV4State]):
         with without_autocast(k):
             if state is None:
                 rows = k.shape[0] if packing is None else packing.count
-                state = self.initial_state(rows, k.device, k.dtype)
+                state = RWKV4.initial_state(self, rows, k.device, k.dtype)
             numerator, denominator, exponent = (part.to(k.dtype) for part in state[1:])
             step = decay.to(k.dtype).exp()
             largest = _largest_exponents(k.detach(), step.detach(), exponent.detach(), packing, mask, reverse)

@@ -101,7 +101,7 @@ class WindowAttention(SoftmaxAttention):
             self._attend_rows,
             (q, k, v, mask),
             state,
-            lambda rows, dtype: self.initial_state(rows, q.device, dtype),
+            lambda rows, dtype: WindowAttention.initial_state(self, rows, q.device, dtype),
             output_dtype=v.dtype,
             output_final_state=True,
             cu_seqlens=packing,
