@@ -205,6 +205,10 @@ class Compare(Command):
     seeds: Annotated[list[Annotated[int, Field(ge=0, lt=2**32)]], Field(min_length=1)] = key([0], "a run for each seed")
     sweep: dict[str, list[Any]] | None = key(None, "a setting for each combination of values: {KEY: [A, B]}")
     learning_rates: list[float] | None = key(None, "learning rates to try; validation chooses the best")
+    rates_at: Annotated[float, Field(gt=0, le=1)] = key(
+        1.0, "the part of a run's length at which learning rates are tried, with one seed; the best is trained in full"
+    )
+    parameters: Positive | None = key(None, "parameters of each model without embeddings, by the width of its MLP")
     jobs: Count | None = key(None, "runs at the same time; null: one on each GPU")
     report: str | None = key(None, "the metric of the table; null: the test metric of task.metric")
     plot: bool = key(True, "draw the results")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import closing
 from itertools import product
 from pathlib import Path
@@ -21,8 +21,10 @@ from omegaconf import DictConfig, OmegaConf
 from longseq.tasks import comparison
 from longseq.tasks.circumstances import find_circumstances
 from longseq.tasks.commands import Compare
+from longseq.tasks.comparison_costs import cost_table, find_costs, plot_curves
 from longseq.tasks.comparison_runs import Trial, config_folders, device_of, find_places, run_all
-from longseq.tasks.config import read
+from longseq.tasks.config import UNITS, read
+from longseq.tasks.costs import match_parameters
 from longseq.tasks.registry import read_experiment
 from longseq.tasks.report import print_rows, quiet_libraries, shorten
 from longseq.tasks.training import runs
@@ -32,6 +34,7 @@ from longseq.tasks.training.words import with_length
 
 SAMPLES = "samples"  # generated samples, shared by all runs
 RESULTS_FILE, TABLE_FILE, PLOT_FILE = "results.json", "table.md", "plot.png"
+CURVES_FILE = "curves.png"
 
 # Keys of this command; every other override is passed to each `longseq train`.
 OWN_KEYS = ("comparison", *Compare.model_fields)
@@ -50,17 +53,15 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     if keys.plot:
         import matplotlib  # noqa: F401  fail before the runs if it is missing
     folder = Path(keys.output)
-    trials = plan(keys, [word for word in words if _key(word).split(".")[0] not in OWN_KEYS])
+    given = [word for word in words if _key(word).split(".")[0] not in OWN_KEYS]
+    tries_rates = keys.rates_at < 1 and len(keys.learning_rates or ()) > 1
+    trials = plan(keys, given, tries=tries_rates)
     first = trials[0].config
     metric = first["task"]["metric"]
     report = keys.report or metric.replace("val/", "test/")
-    # Metrics chosen by name, such as f1_weighted, are no slices of the reported one (f1).
-    named = {f"test/{name}" for trial in trials for name in trial.config["task"].get("metrics") or ()}
     places = find_places(first)
     jobs = keys.jobs or max(1, len(places))
-    done = sum(runs.finished(trial.folder) is not None for trial in trials)
-    print(f"{len(trials)} runs, {done} of them finished before; writing to {shorten(folder)}", flush=True)
-    for name in (TABLE_FILE, PLOT_FILE):
+    for name in (TABLE_FILE, PLOT_FILE, CURVES_FILE):
         (folder / name).unlink(missing_ok=True)
     results: dict[str, Any] = {
         "command": shlex.join(["longseq", "compare", *config_folders(), *_config_name(), *words]),
@@ -68,26 +69,62 @@ def run(cfg: DictConfig) -> dict[str, Any]:
         "selected_by": metric,
         "measured": find_circumstances(device_of(places)),
         "jobs": jobs,
-        "planned": len(trials),  # an interrupted comparison has fewer rows
+        "training_seconds": 0.0,
     }
+    slots = [places[slot % len(places)] if places else None for slot in range(jobs)]
+    if tries_rates:
+        _train(trials, slots, results, "tries", folder)
+        found = comparison.summarize(results["tries"], metric, metric)
+        best = {_place(entry): entry["learning_rate"] for entry in found if entry["metrics"]}
+        trials = plan(keys, given, rates=best)
+    # Metrics chosen by name, such as f1_weighted, are no slices of the reported one (f1).
+    named = {f"test/{name}" for trial in trials for name in trial.config["task"].get("metrics") or ()}
+    _train(trials, slots, results, "rows", folder, named)
+    results["costs"] = find_costs(results, folder)
+    write_text(folder / RESULTS_FILE, json.dumps(results, indent=2) + "\n")
+    write_text(folder / TABLE_FILE, comparison.markdown(results))
+    print_rows(comparison.table(results))
+    print_rows(cost_table(results))
+    if keys.plot:
+        comparison.plot(results, folder / PLOT_FILE)
+        if any(entry["curves"] for entry in results["costs"]):
+            plot_curves(results, folder / CURVES_FILE)
+    ended = [*results.get("tries", ()), *results["rows"]]
+    if failed := [row for row in ended if row["status"] == "failed"]:
+        raise ValueError(f"{len(failed)} of {len(ended)} runs failed, first: {failed[0]['error']}")
+    return results
+
+
+def _train(
+    trials: Sequence[Trial],
+    slots: Sequence[str | None],
+    results: dict[str, Any],
+    key: str,
+    folder: Path,
+    named: Collection[str] = (),
+) -> None:
+    """Train the trials; after each, `results[key]` has the rows of those that have ended, and the file is written."""
+    done = sum(runs.finished(trial.folder) is not None for trial in trials)
+    print(f"{len(trials)} runs, {done} of them finished before; writing to {shorten(folder)}", flush=True)
+    results["planned"] = len(trials)  # an interrupted comparison has fewer rows
+    report, metric = results["report"], results["selected_by"]
     rows: dict[int, dict[str, Any]] = {}
-    with closing(run_all(trials, [places[slot % len(places)] if places else None for slot in range(jobs)])) as ended:
+    with closing(run_all(trials, slots)) as ended:
         for index, row in ended:
             rows[index] = row
-            results["rows"] = [rows[number] for number in sorted(rows)]
-            seconds = (one["metrics"]["seconds"] for one in results["rows"] if "metrics" in one)
-            results["training_seconds"] = round(sum(seconds), 1)
-            results["summary"] = comparison.summarize(results["rows"], report, metric, named)
+            results[key] = [rows[number] for number in sorted(rows)]
+            finished = [one for name in ("tries", "rows") for one in results.get(name, ()) if "metrics" in one]
+            results["training_seconds"] = round(sum(one["metrics"]["seconds"] for one in finished), 1)
+            if key == "rows":
+                results["summary"] = comparison.summarize(results["rows"], report, metric, named)
             write_text(folder / RESULTS_FILE, json.dumps(results, indent=2) + "\n")
             value = f"{report} {row['metrics'].get(report)}" if "metrics" in row else f"failed ({row['error']})"
             print(f"[{len(rows)}/{len(trials)}] {trials[index].describe()}: {value}", flush=True)
-    write_text(folder / TABLE_FILE, comparison.markdown(results))
-    print_rows(comparison.table(results))
-    if keys.plot:
-        comparison.plot(results, folder / PLOT_FILE)
-    if failed := [row for row in results["rows"] if row["status"] == "failed"]:
-        raise ValueError(f"{len(failed)} of {len(trials)} runs failed, first: {failed[0]['error']}")
-    return results
+
+
+def _place(entry: Mapping[str, Any]) -> str:
+    """The row and the setting of a trial, as the key of its best learning rate."""
+    return f"{entry['name']} {entry['setting']}"
 
 
 def read_keys(cfg: DictConfig) -> Compare:
@@ -99,39 +136,79 @@ def read_keys(cfg: DictConfig) -> Compare:
     )
 
 
-def plan(keys: Compare, given: Sequence[str]) -> list[Trial]:
+def plan(
+    keys: Compare, given: Sequence[str], *, tries: bool = False, rates: Mapping[str, float | None] | None = None
+) -> list[Trial]:
     """All trials, each with a folder named by a hash of its configuration.
 
-    `given` are overrides of every run; a row replaces them, and the sweep replaces both.
+    Args:
+        given: overrides of every run; a row replaces them, and the sweep replaces both.
+        tries: the shorter runs, with the first seed, that try the learning rates.
+        rates: the best of these rates; rows without one are left out.
     """
     rows = {mixer: f"mixer={mixer}" for mixer in keys.mixers} | dict(keys.rows or {})
     swept = keys.sweep or {}
     settings = [dict(zip(swept, values, strict=True)) for values in product(*swept.values())]
-    rates: Sequence[float | None] = keys.learning_rates or [None]
-    output = Path(keys.output).absolute()
     trials = []
-    for (name, words), setting, rate in product(rows.items(), settings, rates):
-        chosen = setting if rate is None else {**setting, "recipe.learning_rate": rate}
-        set_values = [f"{key}={spell_value(value)}" for key, value in chosen.items()]
-        layers = (keys.overrides or [], given, shlex.split(words), set_values)
+    for (name, words), setting in product(rows.items(), settings):
+        place = _place({"name": name, "setting": setting})
+        tried: Sequence[float | None] = keys.learning_rates or [None]
+        if rates is not None:
+            tried = [rates[place]] if place in rates else []
+        layers = (keys.overrides or [], given, shlex.split(words), _set(setting))
         overrides = _combine([word for layer in layers for word in with_length(layer)])
         composed = compose("train", overrides)
-        OmegaConf.update(composed, "output", "")  # the folder does not depend on its own name
-        for seed in keys.seeds:
-            OmegaConf.update(composed, "seed", seed)
-            config = resolve(composed)
-            if seed == keys.seeds[0]:
-                read_experiment(config)
-            content = json.dumps(with_absolute_root(config), sort_keys=True, default=str)
-            label = "".join(letter if letter.isalnum() else "_" for letter in name.split()[0])
-            folder = output / "runs" / f"{label}_{seed}_{hashlib.sha256(content.encode()).hexdigest()[:10]}"
-            own = [f"seed={seed}"]
-            if "draw_seed" in config["data"] and config["data"].get("cache") is None:
-                own.append(f"data.cache={spell_value(str(output / SAMPLES))}")
-            trials.append(Trial(name, setting, rate, seed, folder, _combine([*overrides, *own]), config))
+        if tries:
+            overrides = _combine([*overrides, *_set(_shorten(composed, keys.rates_at))])
+        if keys.parameters is not None:
+            ratio = match_parameters(resolve(composed), keys.parameters)
+            overrides = _combine([*overrides, *_set({"model.mlp_ratio": ratio})])
+        for rate, seed in product(tried, keys.seeds[:1] if tries else keys.seeds):
+            words_of_rate = [] if rate is None else _set({"recipe.learning_rate": rate})
+            trials.append(_trial(keys, name, setting, rate, seed, _combine([*overrides, *words_of_rate])))
     if len({trial.folder for trial in trials}) < len(trials):
         raise ValueError("two runs of this comparison have the same configuration and seed")
     return trials
+
+
+def _trial(
+    keys: Compare, name: str, setting: dict[str, Any], rate: float | None, seed: int, overrides: list[str]
+) -> Trial:
+    output = Path(keys.output).absolute()
+    composed = compose("train", overrides)
+    OmegaConf.update(composed, "output", "")  # the folder does not depend on its own name
+    OmegaConf.update(composed, "seed", seed)
+    config = resolve(composed)
+    if seed == keys.seeds[0]:
+        read_experiment(config)
+    content = json.dumps(with_absolute_root(config), sort_keys=True, default=str)
+    label = "".join(letter if letter.isalnum() else "_" for letter in name.split()[0])
+    folder = output / "runs" / f"{label}_{seed}_{hashlib.sha256(content.encode()).hexdigest()[:10]}"
+    own = [f"seed={seed}"]
+    if "draw_seed" in config["data"] and config["data"].get("cache") is None:
+        own.append(f"data.cache={spell_value(str(output / SAMPLES))}")
+    return Trial(name, setting, rate, seed, folder, _combine([*overrides, *own]), config)
+
+
+def _set(values: Mapping[str, Any]) -> list[str]:
+    return [f"{key}={spell_value(value)}" for key, value in values.items()]
+
+
+def _shorten(composed: DictConfig, part: float) -> dict[str, Any]:
+    """The keys that shorten a run and its warm-up to a part of their lengths."""
+    shorter: dict[str, Any] = {}
+    for unit in UNITS:
+        schedule = composed.recipe.get("schedule") or {}
+        for key, value in (
+            (unit, composed.recipe.get(unit)),
+            (f"schedule.warmup_{unit}", schedule.get(f"warmup_{unit}")),
+        ):
+            if value:
+                exact = value * part
+                shorter[f"recipe.{key}"] = exact if unit == "tokens" or "warmup_epochs" in key else max(1, round(exact))
+    if not any(f"recipe.{unit}" in shorter for unit in UNITS):
+        raise ValueError("rates_at shortens runs with recipe.epochs, recipe.updates or recipe.tokens")
+    return shorter
 
 
 def _combine(overrides: Sequence[str]) -> list[str]:

@@ -9,6 +9,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from longseq.tasks.circumstances import describe
+from longseq.tasks.comparison_costs import cost_table
 
 Row = Mapping[str, Any]
 SIDE_BY_SIDE = 0.3  # the width over which a plot spreads the rows of a column, in units of the column distance
@@ -124,7 +125,7 @@ def _cell(entry: Row, metric: str) -> str:
 def markdown(results: Mapping[str, Any]) -> str:
     """The table in Markdown, with the command, the hardware and the chosen learning rates below it."""
     heading, *rows = table(results)
-    lines = [" | ".join(heading), " | ".join(["---"] * len(heading)), *(" | ".join(row) for row in rows)]
+    lines = _lines(heading, rows)
     summary = results["summary"]
     seeds = max((value["runs"] for entry in summary for value in entry["metrics"].values()), default=0)
     notes = [f"{results['report']}, mean over {seeds} seed(s) with the standard deviation."]
@@ -133,11 +134,18 @@ def markdown(results: Mapping[str, Any]) -> str:
         notes.append(f"Over fewer seeds or learning rates, as runs failed: {listed}.")
     if any(entry["learning_rate"] is not None for entry in summary):
         chosen = ", ".join(f"{_label(entry)} {entry['learning_rate']:g}" for entry in summary)
-        notes.append(f"The learning rate with the best {results['selected_by']}: {chosen}.")
+        shorter = ", by one shorter run each" if results.get("tries") else ""
+        notes.append(f"The learning rate with the best {results['selected_by']}{shorter}: {chosen}.")
     notes.append(f"`` {results['command']} ``")
     effort = f"{results['training_seconds']:.0f} s of training in all, {results['jobs']} run(s) at a time"
     notes.append(f"{describe(results['measured'])}; {effort}.")
-    return "\n\n".join(["\n".join(f"| {line} |" for line in lines), *notes]) + "\n"
+    costs, *of_rows = cost_table(results)
+    return "\n\n".join([lines, *notes, _lines(costs, of_rows)]) + "\n"
+
+
+def _lines(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (heading, ["---"] * len(heading), *rows))
 
 
 def _label(entry: Row) -> str:

@@ -22,6 +22,7 @@ from longseq.models import from_pretrained, kind_of, save_pretrained
 from longseq.parameters import count_parameters
 from longseq.plugins import plugin_of
 from longseq.tasks import registry
+from longseq.tasks.costs import costs_of
 from longseq.tasks.data.module import Info, TaskData
 from longseq.tasks.registry import choose, read_experiment, with_any_choice
 from longseq.tasks.report import print_rows, quiet_libraries, shorten
@@ -233,10 +234,12 @@ def _best_checkpoint(trainer: Trainer) -> str | None:
 
 
 def _run_facts(trainer: Trainer, module: TrainedModule) -> dict[str, Any]:
+    data: Any = trainer.datamodule  # type: ignore[attr-defined]
+    info = data.info.to_dict()
     facts: dict[str, Any] = {
         "epochs": module.epochs_trained,
         "updates": trainer.global_step,
-        "parameters": count_parameters(module.backbone),
+        **costs_of(module.backbone, info.get("window", info.get("longest"))),
     }
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, RunClock):

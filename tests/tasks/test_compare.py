@@ -19,7 +19,9 @@ from forked import start_others_as_forks
 from hydra import compose, initialize_config_module
 from tiny_probe import TINY
 
-from longseq.tasks import compare, comparison, comparison_runs
+from longseq.tasks import compare, comparison, comparison_runs, registry
+from longseq.tasks.costs import count_without_embedding, match_parameters
+from longseq.tasks.training.configuration import resolve
 from longseq.tools import cli
 
 
@@ -99,6 +101,37 @@ def test_failed_runs_are_told_and_tried_again(tmp_path, monkeypatch, capsys):
     assert "val/accuracy does not say which values are better" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+def test_rates_are_tried_in_shorter_runs_of_models_of_one_size(tmp_path, monkeypatch, capsys):
+    script = tmp_path / "stand_in.py"
+    script.write_text(STAND_IN)
+    words = ("seeds=[0,2]", "mixers=[deltanet,mamba]", "learning_rates=[0.1,0.2]", "rates_at=0.5",
+             "model.d_model=64", "model.mlp=gelu", "plot=false")  # fmt: skip
+    assert comparing(monkeypatch, tmp_path, script, *words, "parameters=50000") == 0
+    results = results_of(tmp_path)
+    assert [(row["learning_rate"], row["seed"]) for row in results["tries"]] == [(0.1, 0), (0.2, 0)] * 2
+    assert all("recipe.epochs=1" in row["overrides"] for row in results["tries"])
+    assert [(row["learning_rate"], row["seed"]) for row in results["rows"]] == [(0.2, 0), (0.2, 2)] * 2
+    assert all("recipe.epochs=1" not in row["overrides"] for row in results["rows"])
+    ratios = {word for row in results["rows"] for word in row["overrides"] if word.startswith("model.mlp_ratio=")}
+    assert len(ratios) == 2
+    assert comparing(monkeypatch, tmp_path, script, *words, "parameters=100") == 2
+    assert "parameters=100: the nearest width of the MLP gives" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_models_of_a_number_of_parameters():
+    with initialize_config_module("longseq.conf", version_base="1.3"):
+        for mixer in ("attention", "lattice"):
+            config = resolve(
+                compose("train", [*TINY, f"mixer={mixer}", "model.d_model=64", "model.mlp=gelu", "output=x"])
+            )
+            config["model"]["mlp_ratio"] = match_parameters(config, 50_000)
+            task = registry.of(config)
+            model = task.model.build(config, task.data.from_config(config, batch_size=1).info)
+            assert abs(count_without_embedding(model) - 50_000) <= 500
+
+
 # Stands for `longseq train`: runs until it is told to end, and notes that it was.
 ENDLESS = """
 import os, pathlib, signal, sys, time
@@ -115,7 +148,7 @@ time.sleep(60)
 
 def plan_of(folder: Path, *given: str, **keys: Any) -> compare.Trial:
     """The only trial of a comparison of one mixer."""
-    absent = dict.fromkeys(("learning_rates", "rows", "jobs", "report", "sweep", "overrides"))
+    absent = dict.fromkeys(("learning_rates", "rows", "jobs", "report", "sweep", "overrides", "parameters"))
     fixed = {"output": str(folder), "mixers": ["gla"], "seeds": [0], "plot": False}
     own: Any = SimpleNamespace(**{**absent, **fixed, **keys})
     (trial,) = compare.plan(own, ["task=probe", "data=mqar", *given])

@@ -1,0 +1,74 @@
+"""What a model costs: parameters, operations and the numbers of its state. For `metrics.json` and `longseq compare`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from longseq import mixers
+from longseq.mixers.cards import find_growth
+from longseq.parameters import count_parameters
+from longseq.state import state_size
+from longseq.tasks import registry
+from longseq.tasks.training.recipe import device_batch_size
+
+CLOSE = 0.01  # how far the parameters of a model may be from those that are asked for
+MULTIPLE = 8  # of the width of an MLP: half precision needs it to be fast
+
+
+def count_without_embedding(model: nn.Module) -> int:
+    """The parameters outside of tables of embeddings; a head that shares such a table has none."""
+    tables = sum(part.weight.numel() for part in model.modules() if isinstance(part, nn.Embedding))
+    return count_parameters(model) - tables
+
+
+def costs_of(model: Any, tokens: int | None) -> dict[str, int]:
+    """The parameters, and of a model that reads sequences of `tokens`, the operations of a token and the state.
+
+    FLOPs are those of a forward pass, with two for a multiply-add. The state counts the numbers kept for one sequence
+    after all its tokens.
+    """
+    costs = {"parameters": count_parameters(model)}
+    if tokens is None or not hasattr(model, "flops"):
+        return costs
+    costs |= {"parameters_without_embedding": count_without_embedding(model)}
+    costs |= {"flops_per_token": round(model.flops(tokens) / tokens), "state": 0}
+    for _, reading in mixers.named_readings(model):
+        mixer = reading.readers[0]
+        if not mixer.supports_noncausal or getattr(mixer, "causal", False):
+            with torch.no_grad():
+                kept = state_size(mixer.initial_state(1, "meta")) + tokens * find_growth(
+                    copy.deepcopy(mixer).to("meta")
+                )
+            costs["state"] += len(reading.orders) * kept
+    return costs
+
+
+def match_parameters(config: Mapping[str, Any], wanted: float) -> float:
+    """The `model.mlp_ratio` with which a model has `wanted` parameters without its embeddings.
+
+    Raises:
+        ValueError: no width of the MLP is within 1 %.
+    """
+    ready = registry.with_any_choice(config)
+    task = registry.of(config)
+    info = task.data.from_config(ready, batch_size=device_batch_size(ready)).info
+    chosen, _ = registry.choose(config, info) if info.sizes else (ready, None)
+
+    def count(ratio: float) -> tuple[int, int]:
+        with torch.device("meta"):
+            model: Any = task.model.build({**chosen, "model": {**chosen["model"], "mlp_ratio": ratio}}, info)
+        body = getattr(model, "body", model)
+        return count_without_embedding(model), getattr(body, "d_model", None) or body.embed_dim
+
+    (one, width), (two, _) = count(1.0), count(2.0)
+    columns = width * (1 + (wanted - one) / max(two - one, 1))
+    ratio = MULTIPLE * round(columns / MULTIPLE) / width
+    found = count(ratio)[0] if ratio > 0 else one
+    if abs(found - wanted) > CLOSE * wanted:
+        raise ValueError(f"parameters={wanted:g}: the nearest width of the MLP gives {found}")
+    return ratio
