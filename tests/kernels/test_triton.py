@@ -596,12 +596,12 @@ def linear_segments(monkeypatch):
     monkeypatch.setattr(triton_linear, "_find_span", lambda *sizes: 2)
     walks = []
 
-    class Watched(triton_linear._Passes):
+    class Watched(triton_linear._Call):
         def __init__(self, *call):
             super().__init__(*call)
             walks.append(self.walks)
 
-    monkeypatch.setattr(triton_linear, "_Passes", Watched)
+    monkeypatch.setattr(triton_linear, "_Call", Watched)
     return walks
 
 
