@@ -1,4 +1,4 @@
-"""What the kernels of linear attention share: chunks, matrices, products, and sums of gates over ranges of tokens.
+"""What the kernels of linear attention share: matrices, products, and sums of gates over ranges of tokens.
 
 A decay is the exponential of the sum of gates over a range of tokens. The sums for all tokens of a chunk are one matrix
 product: a matrix of zeros and ones, whose rows mark the ranges, times the gates. `ranges` is such a matrix.
@@ -7,19 +7,8 @@ product: a matrix of zeros and ones, whose rows mark the ranges, times the gates
 import triton
 import triton.language as tl
 
-from longseq.kernels.triton_tiles import chunk
-
 # exp(STRONGEST) is 0 in float32, so that gates are clamped to it: infinite gates times 0 would be NaN.
 STRONGEST = tl.constexpr(-128.0)
-
-
-@triton.jit
-def find_chunk(program, T, H, cu_seqlens, sequence_of, CHUNK: tl.constexpr, REVERSE: tl.constexpr):
-    """The head, slot, first token (counted over the whole batch) and live tokens of a program's chunk."""
-    head = (program % H).to(tl.int64)
-    slot = (program // H).to(tl.int64)
-    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, cu_seqlens is not None, CHUNK, REVERSE)
-    return head, slot, row * T + start, live
 
 
 @triton.jit
