@@ -331,22 +331,25 @@ class _Call:
         )  # fmt: skip
 
     def walk_and_read(
-        self, decayed: _Decayed, v: Tensor | _Tiles, scores: _Tiles, first: Tensor | None, output: Tensor, *,
-        save: bool, backward: bool = False,
+        self, decayed: _Decayed, v: Tensor, scores: _Tiles, first: Tensor | None, output: Tensor, *,
+        save: bool = True, tiles: _Tiles | None = None,
     ) -> tuple[_Tiles, Tensor]:  # fmt: skip
-        """Write `output`; return the states before each chunk, if they are to be saved, and the last one."""
-        plan, (q, k, whole, _) = self.plan, decayed
+        """Write `output`; return the states before each chunk, if they are to be saved, and the last one.
+
+        Backward, v is d_o, which is also given as tiles.
+        """
+        plan, (q, k, whole, _), backward = self.plan, decayed, tiles is not None
         if backward:
             q, k = k, q
         segments = self.summarize(k, v, whole, backward=backward)
         states, last = plan.states(self.inputs.v, kept=save), plan.state(self.inputs.v, self.transposed)
-        numbers = (self.scale, plan.sequences, self.span, self.tokens, self.heads, *_steps(v))
+        numbers = (self.scale, plan.sequences, self.span, self.tokens, self.heads, *steps(v))
         self._launch(
             walk_and_read, self.walks * self.heads * plan.tiles(plan.value_dim), numbers,
             K=plan.key_dim, V=plan.value_dim, BACKWARD=backward, SAVE=save, TRANSPOSED=self.transposed,
             BLOCK_K=block_width(plan.key_dim, plan.tile),
         )(
-            *q, *k, *_with_units(v), whole, self.cu_seqlens, *scores, first, *segments, *states, last, output
+            *q, *k, *(tiles or (v, None)), whole, self.cu_seqlens, *scores, first, *segments, *states, last, output
         )  # fmt: skip
         return states, last
 
@@ -529,7 +532,7 @@ def linear_attention_backward(
         if differentiated or plan.reads_in_walk:
             d_scores = call.score(d_output, v, tiles)
         if keys is not None and plan.reads_in_walk:
-            d_states, d_initial = call.walk_and_read(keys, tiles[0], scores, d_last, d_v, save=True, backward=True)
+            d_states, d_initial = call.walk_and_read(keys, d_output, scores, d_last, d_v, tiles=tiles[0])
         else:
             queries, side, whole = (q, k, None) if keys is None else (keys.queries, keys.keys, keys.whole)
             d_states, d_initial = call.walk(queries, d_output, whole, d_last, backward=True)
