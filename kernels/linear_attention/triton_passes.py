@@ -279,11 +279,10 @@ def score_by_level(
 def _find_walk(
     walk, T, cu_seqlens, sequences, span, BACKWARD: tl.constexpr, SEGMENTED: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """The sequence of a walk: its number, first token, end and first slot; the walk's first and end chunk.
+    """The sequence of a walk: its number, the first token of its row, and `sequence`; the walk's first and end chunk.
 
-    Tokens are counted over the whole batch. SEGMENTED walks are numbered by segments of time. The last two results are
-    the numbers of segments of the sequence that the walk has before and after it. One of them is negative for a segment
-    without chunks.
+    SEGMENTED walks are numbered by segments of time. The last two results are the numbers of segments of the sequence
+    that the walk has before and after it. One of them is negative for a segment without chunks.
     """
     PACKED: tl.constexpr = cu_seqlens is not None
     n, number, last, begin, stop = walk, 0, 0, 0, 0
@@ -296,7 +295,7 @@ def _find_walk(
     before, after = number, last - number
     if BACKWARD:
         before, after = last - number, number
-    return n, row * T + start, row * T + end, slot, begin, stop, before, after
+    return n, row * T, start, end, slot, begin, stop, before, after
 
 
 @triton.jit
@@ -359,7 +358,7 @@ def walk(
     column = tile % tiles_v * TILE
     head = (tl.program_id(0) // (tiles_k * tiles_v) % H).to(tl.int64)
     walk = (tl.program_id(0) // (tiles_k * tiles_v) // H).to(tl.int64)
-    n, start, end, slot, begin, stop, before, after = _find_walk(
+    n, origin, start, end, slot, begin, stop, before, after = _find_walk(
         walk, T, cu_seqlens, sequences, span, BACKWARD, SEGMENTED, CHUNK
     )
     if SEGMENTED:
@@ -367,11 +366,11 @@ def walk(
             return
     NEXT = direction(REVERSE)
     if GATE != "key":
-        k += head // SHARE * K
+        k += origin * k_token + head // SHARE * K
     if GATE != "value":
-        v += head * V
+        v += origin * v_token + head * V
     if GATE == "head":
-        g += head
+        g += origin * g_token + head
 
     state = _load_start(
         first, ends, decays, n, walk, before, head, row, column, H,
@@ -453,7 +452,7 @@ def walk_and_read(
     column = tile * TILE
     head = (tl.program_id(0) // tiles % H).to(tl.int64)
     walk = (tl.program_id(0) // tiles // H).to(tl.int64)
-    n, start, end, slot, begin, stop, before, after = _find_walk(
+    n, origin, start, end, slot, begin, stop, before, after = _find_walk(
         walk, T, cu_seqlens, sequences, span, BACKWARD, SEGMENTED, CHUNK
     )
     if SEGMENTED:
@@ -463,6 +462,7 @@ def walk_and_read(
     if not BACKWARD:
         v += head * V
     output += head * V
+    start, end = origin + start, origin + end
     e = tl.arange(0, BLOCK_K)
 
     state = _load_start(

@@ -315,13 +315,12 @@ def retreat_chunks(
     head = (tl.program_id(0) // blocks % H).to(tl.int64)
     n = (tl.program_id(0) // blocks // H).to(tl.int64)
     row, start, end, slot = sequence(n, T, cu_seqlens, cu_seqlens is not None, CHUNK)
-    start, end = row * T + start, row * T + end
     NEXT = direction(REVERSE)
-    k += head * M
-    v += head * D
-    gamma += head
+    k += row * T * k_token + head * M
+    v += row * T * v_token + head * D
+    gamma += row * T * gamma_token + head
     if g is not None:
-        g += head
+        g += row * T * g_token + head
     corner = (n * H + head) * D * M
     chunks = tl.cdiv((end - start).to(tl.int32), CHUNK)
 
