@@ -751,6 +751,17 @@ def test_a_loss_on_the_output_alone_of_strided_inputs(interpreted, op):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("op", "variant"), [("linear_attention", "channel_gated"), ("orthogonal_recurrence", "gated")])
+def test_the_stride_of_a_single_token_does_not_matter(interpreted, op, variant):
+    inputs = make_inputs(op, variant, tokens=1, dtype=torch.float32)
+    strides = {name: (x.stride(0), x.numel(), *x.stride()[2:]) for name, x in inputs.sequences.items()}
+    turned = inputs.replace({name: x.as_strided(x.shape, strides[name]) for name, x in inputs.sequences.items()})
+    expected = gradients(inputs, backend="triton")
+    for name, x in gradients(turned, backend="triton").items():
+        assert torch.equal(x, expected[name]), name
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("op", ["delta_rule", "selective_scan", "slot_attention"])  # a GPU compiles all
 def test_compiled_graph_holds_the_kernel_whole(interpreted, op):
     inputs = make_inputs(op, batch=1, tokens=2, dtype=torch.float32, sizes={"H": 1})
