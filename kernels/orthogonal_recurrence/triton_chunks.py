@@ -20,7 +20,6 @@ import triton.language as tl
 from longseq.kernels.orthogonal_recurrence.triton_tokens import reciprocal_root
 from longseq.kernels.triton_tiles import (
     SIZES_AND_STRIDES,
-    decay_between,
     decay_since,
     decay_until,
     direction,
@@ -235,52 +234,35 @@ def advance_chunks(
 
 
 @triton.jit
-def weights_of_chunk(gate, STRICT: tl.constexpr, GATED: tl.constexpr, BLOCK_C: tl.constexpr):
-    """W [t, s], the decays from each token s to each later token t; STRICT without the diagonal."""
+def weights_of_chunk(
+    gate, TRANSPOSED: tl.constexpr, STRICT: tl.constexpr, GATED: tl.constexpr, BLOCK_C: tl.constexpr
+):  # fmt: skip
+    """W [t, s], the decays from each token s to each later token t, or TRANSPOSED; STRICT without the diagonal."""
     i = tl.arange(0, BLOCK_C)
+    t, s = i[:, None], i[None, :]
+    if TRANSPOSED:
+        t, s = i[None, :], i[:, None]
     REACH: tl.constexpr = 1 if STRICT else 0
-    lower = i[:, None] >= i[None, :] + REACH
+    later = t >= s + REACH
     if GATED:
-        return tl.where(lower, decay_between(gate, BLOCK_C), 0.0)
-    return tl.where(lower, 1.0, 0.0)
+        terms = tl.where(t > s, gate[None, :] if TRANSPOSED else gate[:, None], 0.0)
+        return tl.where(later, tl.exp(tl.cumsum(terms, 1 if TRANSPOSED else 0)), 0.0)
+    return tl.where(later, 1.0, 0.0)
 
 
 @triton.jit
-def weights_transposed(gate, STRICT: tl.constexpr, GATED: tl.constexpr, BLOCK_C: tl.constexpr):
-    """W transposed, [s, t]; STRICT without the diagonal."""
-    i = tl.arange(0, BLOCK_C)
-    REACH: tl.constexpr = 1 if STRICT else 0
-    upper = i[None, :] >= i[:, None] + REACH
-    if GATED:
-        terms = tl.where(i[None, :] > i[:, None], gate[None, :], 0.0)
-        return tl.where(upper, tl.exp(tl.cumsum(terms, 1)), 0.0)
-    return tl.where(upper, 1.0, 0.0)
-
-
-@triton.jit
-def weigh(x, gate, DIAGONAL: tl.constexpr, GATED: tl.constexpr, BLOCK_C: tl.constexpr):
-    """x ⊙ W [t, s], with its diagonal multiplied by DIAGONAL."""
+def weigh(
+    x, gate, TRANSPOSED: tl.constexpr, DIAGONAL: tl.constexpr, GATED: tl.constexpr, BLOCK_C: tl.constexpr
+):  # fmt: skip
+    """x ⊙ W for x [t, s] or TRANSPOSED [s, t], with its diagonal multiplied by DIAGONAL."""
     i = tl.arange(0, BLOCK_C)
     if GATED:
-        x *= weights_of_chunk(gate, False, GATED, BLOCK_C)
+        x *= weights_of_chunk(gate, TRANSPOSED, False, GATED, BLOCK_C)
     else:
-        x = tl.where(i[:, None] >= i[None, :], x, 0.0)
+        x = tl.where(i[None, :] >= i[:, None] if TRANSPOSED else i[:, None] >= i[None, :], x, 0.0)
     if DIAGONAL != 1.0:
         x = tl.where(i[:, None] == i[None, :], x * DIAGONAL, x)
     return x
-
-
-@triton.jit
-def weigh_transposed(x, gate, strength, DIAGONAL: tl.constexpr, GATED: tl.constexpr, BLOCK_C: tl.constexpr):
-    """x ⊙ W [s, t], with its diagonal multiplied by DIAGONAL and each row by the strength of its token s."""
-    i = tl.arange(0, BLOCK_C)
-    if GATED:
-        x *= weights_transposed(gate, False, GATED, BLOCK_C)
-    else:
-        x = tl.where(i[None, :] >= i[:, None], x, 0.0)
-    if DIAGONAL != 1.0:
-        x = tl.where(i[None, :] == i[:, None], x * DIAGONAL, x)
-    return x * strength[:, None]
 
 
 @triton.jit
@@ -292,7 +274,7 @@ def squared(weights, GATED: tl.constexpr):
 
 
 @triton.jit
-def load_directions(
+def load_h(
     v, v_token, live, h_or_a, place, D: tl.constexpr, OBJECTIVE: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -305,7 +287,7 @@ def load_directions(
 
 
 @triton.jit
-def load_answers(
+def load_a(
     h_or_a, place, state, r, h_t, column, M: tl.constexpr, OBJECTIVE: tl.constexpr, PRECISION: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -377,17 +359,17 @@ def read_out(
     gate = log_gates(g, g_token, live, BLOCK_C)
     since = decay_since(gate)
     strength = load_numbers(gamma, gamma_token, live, BLOCK_C)
-    h_t = load_directions(v, v_token, live, h_or_a, place, D, OBJECTIVE, CHUNK, BLOCK_C, BLOCK_D)
-    strict = weights_transposed(gate, True, GATED, BLOCK_C)
+    h_t = load_h(v, v_token, live, h_or_a, place, D, OBJECTIVE, CHUNK, BLOCK_C, BLOCK_D)
+    strict = weights_of_chunk(gate, True, True, GATED, BLOCK_C)
     if UNIT:
         pairs = product(tl.trans(h_t), h_t, PRECISION)
-        pairs = weigh_transposed(pairs, gate, strength, 0.5, GATED, BLOCK_C)
+        pairs = weigh(pairs, gate, True, 0.5, GATED, BLOCK_C) * strength[:, None]
     o = tl.zeros((BLOCK_D, BLOCK_C), tl.float32)
     products = tl.zeros((BLOCK_C, BLOCK_C), tl.float32)
     for e in range(0, M, BLOCK):
         state = load_block(states + place * D * M, e, 0, M, D, BLOCK, BLOCK_D)
         r = slot_lengths(state, OBJECTIVE, UNIT)
-        a = load_answers(h_or_a, place, state, r, h_t, e, M, OBJECTIVE, PRECISION, CHUNK, BLOCK_C, BLOCK)
+        a = load_a(h_or_a, place, state, r, h_t, e, M, OBJECTIVE, PRECISION, CHUNK, BLOCK_C, BLOCK)
         read = tl.trans(load_tokens(q, q_token, live, e, M, BLOCK_C, BLOCK)).to(tl.float32) * scale
         written = load_written(k, k_token, live, e, a, M, OBJECTIVE, BLOCK_C, BLOCK)
         stays = tl.zeros_like(read) + since[None, :]
@@ -402,7 +384,7 @@ def read_out(
                 read *= reciprocal_root(added + before)
         products += product(tl.trans(written), read * r, PRECISION)
         o += product(tl.trans(state), read * stays, PRECISION)
-    products = weigh_transposed(products, gate, strength, 1.0, GATED, BLOCK_C)
+    products = weigh(products, gate, True, 1.0, GATED, BLOCK_C) * strength[:, None]
     o += product(h_t, products, PRECISION)
     output += (token * H + head) * D
     store_tokens(output, H * D * NEXT, live, 0, tl.trans(o), D, BLOCK_C, BLOCK_D)

@@ -16,8 +16,8 @@ from longseq.kernels.orthogonal_recurrence.triton_chunks import (
     decays_until_end,
     decoded,
     empty,
-    load_answers,
-    load_directions,
+    load_a,
+    load_h,
     load_outside,
     load_side,
     load_slots,
@@ -32,9 +32,7 @@ from longseq.kernels.orthogonal_recurrence.triton_chunks import (
     squared,
     squared_norms,
     weigh,
-    weigh_transposed,
     weights_of_chunk,
-    weights_transposed,
 )
 from longseq.kernels.orthogonal_recurrence.triton_tokens import reciprocal_root
 from longseq.kernels.triton_tiles import (
@@ -64,7 +62,7 @@ def gates_of_decays(d_decay, BLOCK_C: tl.constexpr):
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def differentiate_outputs(
     q, k, v, gamma, g, cu_seqlens, sequence_of, states, h_or_a, d_output,
-    d_q, d_coefficients, d_directions, d_states, d_w_x, d_squared, from_gates, scale, T, H,
+    d_q, d_coefficients, d_h, d_states, d_w_x, d_squared, from_gates, scale, T, H,
     q_token, k_token, v_token, gamma_token, g_token, do_token,
     D: tl.constexpr, M: tl.constexpr, OBJECTIVE: tl.constexpr, UNIT: tl.constexpr, REVERSE: tl.constexpr,
     PRECISION: tl.constexpr, READS: tl.constexpr, WRITES: tl.constexpr, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -106,31 +104,31 @@ def differentiate_outputs(
 
     products = tl.zeros((BLOCK_C, BLOCK_C), tl.float32)
     d_pairs = tl.zeros((BLOCK_C, BLOCK_C), tl.float32)
-    d_directions_t = tl.zeros((BLOCK_D, BLOCK_C), tl.float32)
+    d_h_t = tl.zeros((BLOCK_D, BLOCK_C), tl.float32)
     d_since = tl.zeros((BLOCK_C,), tl.float32)
     d_gates = tl.zeros((BLOCK_C,), tl.float32)
     for e in range(0, M, BLOCK):
-        h_t = load_directions(v, v_token, live, h_or_a, place, D, OBJECTIVE, CHUNK, BLOCK_C, BLOCK_D)
+        h_t = load_h(v, v_token, live, h_or_a, place, D, OBJECTIVE, CHUNK, BLOCK_C, BLOCK_D)
         state = load_block(states + place * D * M, e, 0, M, D, BLOCK, BLOCK_D)
         none = empty(state)
         r = slot_lengths(state, OBJECTIVE, UNIT)
-        a = load_answers(h_or_a, place, state, r, h_t, e, M, OBJECTIVE, PRECISION, CHUNK, BLOCK_C, BLOCK)
+        a = load_a(h_or_a, place, state, r, h_t, e, M, OBJECTIVE, PRECISION, CHUNK, BLOCK_C, BLOCK)
         written = load_written(k, k_token, live, e, a, M, OBJECTIVE, BLOCK_C, BLOCK)
         c = written * strength[None, :] * r
         before = tl.zeros_like(a)
         w_x = before
         if OBJECTIVE != "ttt":
-            strict_t = weights_transposed(gate, True, GATED, BLOCK_C)
+            strict_t = weights_of_chunk(gate, True, True, GATED, BLOCK_C)
             before = product(a * c, strict_t, PRECISION)
             w_x = before + a * c
         if UNIT:
             # After a barrier, tiles are loaded again, from the cache: there are not enough registers to hold them.
             tl.debug_barrier()
-            h_t = load_directions(v, v_token, live, h_or_a, place, D, OBJECTIVE, CHUNK, BLOCK_C, BLOCK_D)
+            h_t = load_h(v, v_token, live, h_or_a, place, D, OBJECTIVE, CHUNK, BLOCK_C, BLOCK_D)
             written = load_written(k, k_token, live, e, a, M, OBJECTIVE, BLOCK_C, BLOCK)
             c = written * strength[None, :]
             pairs_t = product(tl.trans(h_t), h_t, PRECISION)
-            pairs_t = weigh_transposed(pairs_t, gate, strength, 0.5, GATED, BLOCK_C)
+            pairs_t = weigh(pairs_t, gate, True, 0.5, GATED, BLOCK_C) * strength[:, None]
             f = product(written, pairs_t, PRECISION) - a * w_x
             if READS or GATED:
                 added, norms_before = squared_norms(
@@ -158,9 +156,9 @@ def differentiate_outputs(
                     store_block(d_w_x + place * CHUNK * M, e, 0, d_passed, M, CHUNK, BLOCK, BLOCK_C)
                 tl.debug_barrier()
                 do = load_tokens(d_output, do_token, live, 0, D, BLOCK_C, BLOCK_D)
-            h_t = load_directions(v, v_token, live, h_or_a, place, D, OBJECTIVE, CHUNK, BLOCK_C, BLOCK_D)
+            h_t = load_h(v, v_token, live, h_or_a, place, D, OBJECTIVE, CHUNK, BLOCK_C, BLOCK_D)
             into_t = product(tl.trans(h_t), tl.trans(do), PRECISION)
-            into_t = weigh_transposed(into_t, gate, strength, 1.0, GATED, BLOCK_C)
+            into_t = weigh(into_t, gate, True, 1.0, GATED, BLOCK_C) * strength[:, None]
             written = load_written(k, k_token, live, e, a, M, OBJECTIVE, BLOCK_C, BLOCK)
             d_read += product(written, into_t, PRECISION) * r
             if UNIT:
@@ -175,7 +173,7 @@ def differentiate_outputs(
         d_a = tl.zeros_like(a)
         if WRITES and OBJECTIVE != "ttt":
             tl.debug_barrier()
-            strict = weights_of_chunk(gate, True, GATED, BLOCK_C)
+            strict = weights_of_chunk(gate, False, True, GATED, BLOCK_C)
             d_x = tl.zeros_like(a)
             if UNIT:
                 if not BOTH:
@@ -190,8 +188,8 @@ def differentiate_outputs(
                 d_a = d_norm * (a * c - 2.0 * w_x)
                 d_x = d_norm * a
                 tl.debug_barrier()
-                h_t = load_directions(v, v_token, live, h_or_a, place, D, OBJECTIVE, CHUNK, BLOCK_C, BLOCK_D)
-                pairs = weigh(product(tl.trans(h_t), h_t, PRECISION), gate, 0.5, GATED, BLOCK_C)
+                h_t = load_h(v, v_token, live, h_or_a, place, D, OBJECTIVE, CHUNK, BLOCK_C, BLOCK_D)
+                pairs = weigh(product(tl.trans(h_t), h_t, PRECISION), gate, False, 0.5, GATED, BLOCK_C)
                 d_c += product(2.0 * d_norm, pairs, PRECISION)
                 tl.debug_barrier()
                 if not BOTH:
@@ -214,9 +212,9 @@ def differentiate_outputs(
 
         tl.debug_barrier()
         if READS:
-            h_t = load_directions(v, v_token, live, h_or_a, place, D, OBJECTIVE, CHUNK, BLOCK_C, BLOCK_D)
+            h_t = load_h(v, v_token, live, h_or_a, place, D, OBJECTIVE, CHUNK, BLOCK_C, BLOCK_D)
             do = load_tokens(d_output, do_token, live, 0, D, BLOCK_C, BLOCK_D)
-            into = weigh(product(do, h_t, PRECISION), gate, 1.0, GATED, BLOCK_C)
+            into = weigh(product(do, h_t, PRECISION), gate, False, 1.0, GATED, BLOCK_C)
             d_c += product(read, into, PRECISION)
             written = load_written(k, k_token, live, e, a, M, OBJECTIVE, BLOCK_C, BLOCK)
             products += product(tl.trans(written), read * r, PRECISION)
@@ -238,7 +236,7 @@ def differentiate_outputs(
         if WRITES and OBJECTIVE != "ttt":
             if OBJECTIVE == "encode":
                 d_a -= strength[None, :] * total * r
-            h_t = load_directions(v, v_token, live, h_or_a, place, D, OBJECTIVE, CHUNK, BLOCK_C, BLOCK_D)
+            h_t = load_h(v, v_token, live, h_or_a, place, D, OBJECTIVE, CHUNK, BLOCK_C, BLOCK_D)
             from_answers = product(d_a, tl.trans(h_t), PRECISION)
             if UNIT:
                 d_state += from_answers
@@ -253,28 +251,28 @@ def differentiate_outputs(
         if WRITES and OBJECTIVE != "ttt":
             tl.debug_barrier()
             state = load_block(states + place * D * M, e, 0, M, D, BLOCK, BLOCK_D)
-            d_directions_t += product(tl.trans(state), d_a * r, PRECISION)
+            d_h_t += product(tl.trans(state), d_a * r, PRECISION)
 
-    h_t = load_directions(v, v_token, live, h_or_a, place, D, OBJECTIVE, CHUNK, BLOCK_C, BLOCK_D)
+    h_t = load_h(v, v_token, live, h_or_a, place, D, OBJECTIVE, CHUNK, BLOCK_C, BLOCK_D)
     d_decay = tl.zeros((BLOCK_C, BLOCK_C), tl.float32)
-    d_directions_c = tl.zeros((BLOCK_C, BLOCK_D), tl.float32)
+    d_h_c = tl.zeros((BLOCK_C, BLOCK_D), tl.float32)
     if READS:
         do = load_tokens(d_output, do_token, live, 0, D, BLOCK_C, BLOCK_D)
-        products = weigh_transposed(products, gate, strength, 1.0, GATED, BLOCK_C)
-        d_directions_c += product(products, do, PRECISION)
+        products = weigh(products, gate, True, 1.0, GATED, BLOCK_C) * strength[:, None]
+        d_h_c += product(products, do, PRECISION)
         if GATED:
             d_decay += products * product(tl.trans(h_t), tl.trans(do), PRECISION)
     else:
-        d_directions_c += load_block(d_directions + place * CHUNK * D, 0, 0, CHUNK, D, BLOCK_C, BLOCK_D)
+        d_h_c += load_block(d_h + place * CHUNK * D, 0, 0, CHUNK, D, BLOCK_C, BLOCK_D)
     if WRITES and UNIT:
-        d_pairs = weigh_transposed(d_pairs, gate, strength, 0.5, GATED, BLOCK_C)
-        d_directions_t += product(h_t, d_pairs, PRECISION)
-        d_directions_c += product(d_pairs, tl.trans(h_t), PRECISION)
+        d_pairs = weigh(d_pairs, gate, True, 0.5, GATED, BLOCK_C) * strength[:, None]
+        d_h_t += product(h_t, d_pairs, PRECISION)
+        d_h_c += product(d_pairs, tl.trans(h_t), PRECISION)
         if GATED:
             d_decay += d_pairs * product(tl.trans(h_t), h_t, PRECISION)
     if WRITES:
-        d_directions_c += tl.trans(d_directions_t)
-    store_block(d_directions + place * CHUNK * D, 0, 0, d_directions_c, CHUNK, D, BLOCK_C, BLOCK_D)
+        d_h_c += tl.trans(d_h_t)
+    store_block(d_h + place * CHUNK * D, 0, 0, d_h_c, CHUNK, D, BLOCK_C, BLOCK_D)
     if GATED:
         i = tl.arange(0, BLOCK_C)
         d_gates += gates_of_decays(d_decay, BLOCK_C) + tl.cumsum(d_since * since, 0, reverse=True)
@@ -297,7 +295,7 @@ def decoded_backward(z, v, h, d_h):
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def retreat_chunks(
     k, v, gamma, g, initial, cu_seqlens, states, h_or_a, lengths, phi_u, d_final,
-    d_directions, d_states, d_after, d_h_or_a, d_values, d_initial, T, H, slot_of_finals,
+    d_h, d_states, d_after, d_h_or_a, d_values, d_initial, T, H, slot_of_finals,
     k_token, v_token, gamma_token, g_token,
     D: tl.constexpr, M: tl.constexpr, OBJECTIVE: tl.constexpr, UNIT: tl.constexpr, REVERSE: tl.constexpr,
     STAGES: tl.constexpr, DTYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -370,7 +368,7 @@ def retreat_chunks(
                 into_slots = precise_product(error, source, False, DTYPE)
             else:
                 error = precise_product(source, d_u * r, True, DTYPE) * weight[:, None]
-                error += load_block(d_directions + place * CHUNK * D, 0, 0, CHUNK, D, BLOCK_C, BLOCK_D)
+                error += load_block(d_h + place * CHUNK * D, 0, 0, CHUNK, D, BLOCK_C, BLOCK_D)
                 if OBJECTIVE == "ttt":
                     z = precise_product(source, state, True, DTYPE)
                     value = load_tokens(v + first * v_token, v_token * NEXT, live, 0, D, BLOCK_C, BLOCK_D)
@@ -405,7 +403,7 @@ def retreat_chunks(
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def differentiate_inputs(
-    k, v, gamma, g, cu_seqlens, sequence_of, states, h_or_a, d_coefficients, d_directions, d_after, d_h_or_a, d_values,
+    k, v, gamma, g, cu_seqlens, sequence_of, states, h_or_a, d_coefficients, d_h, d_after, d_h_or_a, d_values,
     from_gates, d_k, d_v, d_gamma, d_g, T, H, k_token, v_token, gamma_token, g_token,
     D: tl.constexpr, M: tl.constexpr, OBJECTIVE: tl.constexpr, UNIT: tl.constexpr, REVERSE: tl.constexpr,
     PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
@@ -430,9 +428,9 @@ def differentiate_inputs(
     token = token * H + head
     strength = load_numbers(gamma, gamma_token, live, BLOCK_C)
     until = decays_until_end(g, g_token, live, BLOCK_C)
-    h_t = load_directions(v, v_token, live, h_or_a, place, D, OBJECTIVE, CHUNK, BLOCK_C, BLOCK_D)
+    h_t = load_h(v, v_token, live, h_or_a, place, D, OBJECTIVE, CHUNK, BLOCK_C, BLOCK_D)
     if ALONE:
-        d_value = tl.trans(load_block(d_directions + place * CHUNK * D, 0, 0, CHUNK, D, BLOCK_C, BLOCK_D))
+        d_value = tl.trans(load_block(d_h + place * CHUNK * D, 0, 0, CHUNK, D, BLOCK_C, BLOCK_D))
     else:
         error = load_block(d_h_or_a + place * CHUNK * D, 0, 0, CHUNK, D, BLOCK_C, BLOCK_D)
     d_strength = tl.zeros((BLOCK_C,), tl.float32)

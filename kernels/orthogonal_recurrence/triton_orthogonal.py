@@ -242,7 +242,7 @@ class _Call:
         retreats = any(x is not None for x in (*of_inputs, d_initial))
         width, columns, chunk, rows = self.width, self.columns, self.form.chunk, self.rows
 
-        d_coefficients, d_directions = self._scratch(rows, columns * chunk), self._scratch(rows, width * chunk)
+        d_coefficients, d_h = self._scratch(rows, columns * chunk), self._scratch(rows, width * chunk)
         d_states, d_after = (self._scratch(rows, width * columns) for _ in range(2))
         d_h_or_a = torch.empty_like(h_or_a)
         d_values = self._scratch(rows * (self.objective == "ttt"), width * chunk)
@@ -258,7 +258,7 @@ class _Call:
         for reads, writes in launches:
             self._launch(differentiate_outputs, rows, numbers, BLOCK=block, READS=reads, WRITES=writes)(
                 *(*self.inputs[:5], self.cu_seqlens, self.form.sequence_of, states, h_or_a, d_output),
-                *(d_q, d_coefficients, d_directions, d_states, d_w_x, d_squared, from_gates),
+                *(d_q, d_coefficients, d_h, d_states, d_w_x, d_squared, from_gates),
             )
         if not retreats:
             return
@@ -273,14 +273,14 @@ class _Call:
             stages = None
         self._walk_chunks(retreat_chunks, block, STAGES=stages)(
             *(*self.inputs[1:5], self.initial, self.cu_seqlens, *kept, d_final),
-            *(d_directions, d_states, d_after, d_h_or_a, d_values, d_initial),
+            *(d_h, d_states, d_after, d_h_or_a, d_values, d_initial),
         )
         if all(x is None for x in of_inputs):
             return
         block = self.form.block("differentiate_inputs")
         self._launch(differentiate_inputs, rows, (self.tokens, self.heads, *steps(*self.inputs[1:5])), BLOCK=block)(
             *(*self.inputs[1:5], self.cu_seqlens, self.form.sequence_of, states, h_or_a),
-            *(d_coefficients, d_directions, d_after, d_h_or_a, d_values, from_gates, *of_inputs),
+            *(d_coefficients, d_h, d_after, d_h_or_a, d_values, from_gates, *of_inputs),
         )
 
 
