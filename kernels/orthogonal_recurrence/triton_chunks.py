@@ -170,11 +170,12 @@ def advance_chunks(
     n = (tl.program_id(0) // blocks // H).to(tl.int64)
     row, start, end, slot = sequence(n, T, cu_seqlens, cu_seqlens is not None, CHUNK)
     NEXT = direction(REVERSE)
-    k += row * T * k_token + head * M
-    v += row * T * v_token + head * D
-    gamma += row * T * gamma_token + head
+    start, end = row * T + start, row * T + end
+    k += head * M
+    v += head * D
+    gamma += head
     if g is not None:
-        g += row * T * g_token + head
+        g += head
     chunks = tl.cdiv((end - start).to(tl.int32), CHUNK)
 
     corner = (n * H + head) * D * M
