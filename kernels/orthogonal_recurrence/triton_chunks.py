@@ -166,7 +166,7 @@ def advance_chunks(
     ALONE: tl.constexpr = OBJECTIVE == "encode" or OBJECTIVE == "similarity"
     blocks: tl.constexpr = (M + BLOCK - 1) // BLOCK
     column = tl.program_id(0) % blocks * BLOCK
-    head = (tl.program_id(0) // blocks % H).to(tl.int64)
+    head = tl.program_id(0) // blocks % H
     n = (tl.program_id(0) // blocks // H).to(tl.int64)
     row, start, end, slot = sequence(n, T, cu_seqlens, cu_seqlens is not None, CHUNK)
     NEXT = direction(REVERSE)

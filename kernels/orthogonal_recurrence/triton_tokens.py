@@ -125,7 +125,7 @@ def advance_tokens(
     """Outputs and the final state of one head of one sequence; if SAVE, also the states before every EVERY tokens."""
     GATED: tl.constexpr = g is not None
     SHRUNK: tl.constexpr = threshold is not None
-    head = (tl.program_id(0) % H).to(tl.int64)
+    head = tl.program_id(0) % H
     n = (tl.program_id(0) // H).to(tl.int64)
     row, start, end, slot = sequence(n, T, cu_seqlens, cu_seqlens is not None, EVERY)
     first = row * T + token_after(0, start, end, REVERSE)
@@ -341,7 +341,7 @@ def retreat_tokens(
     lengths = answers + EVERY * M
     for turn in range(0, tl.cdiv(sequences * H - tl.program_id(0), tl.num_programs(0))):
         work = tl.program_id(0) + turn * tl.num_programs(0)
-        head = (work % H).to(tl.int64)
+        head = work % H
         n = (work // H).to(tl.int64)
         row, start, end, slot = sequence(n, T, cu_seqlens, cu_seqlens is not None, EVERY)
         token_0, NEXT = first_read(n, sequences, row * T + start, row * T + end, REVERSE)
