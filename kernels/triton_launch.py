@@ -137,6 +137,22 @@ def strides(tensor: Tensor | None) -> tuple[int, ...]:
     return (0, 0, 0) if tensor is None else tensor.stride()[:3]
 
 
+def evenly(x: Tensor) -> Tensor:
+    """x [B, T, H, ...] with adjacent heads and channels and one stride between tokens, also from row to row.
+
+    It is x itself or a copy.
+    """
+    if not x.is_contiguous():
+        rows = x.flatten(0, 1).flatten(1)
+        x = (rows if rows.stride(1) == 1 else rows.contiguous()).view(x.shape)
+    return x
+
+
+def steps(*tensors: Tensor | None) -> tuple[int, ...]:
+    """The strides between tokens, for tensors of `evenly`; 0 for None."""
+    return tuple([0 if x is None else x.stride(1 if x.shape[1] > 1 else 0) for x in tensors])
+
+
 def count_sequences(batch: int, cu_seqlens: Tensor | None) -> int:
     """The number of sequences, each with its own state: rows of the batch, or packed segments."""
     return batch if cu_seqlens is None else cu_seqlens.shape[0] - 1

@@ -114,6 +114,15 @@ def chunk(
 
 
 @triton.jit
+def find_chunk(program, T, H, cu_seqlens, sequence_of, CHUNK: tl.constexpr, REVERSE: tl.constexpr):
+    """The head, slot, first token (counted over the whole batch) and live tokens of a program's chunk."""
+    head = program % H
+    slot = (program // H).to(tl.int64)
+    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, cu_seqlens is not None, CHUNK, REVERSE)
+    return head, slot, row * T + start, live
+
+
+@triton.jit
 def load_tokens(base, stride, live, column, WIDTH: tl.constexpr, CHUNK: tl.constexpr, COLUMNS: tl.constexpr):
     """Tokens of a chunk, [CHUNK, COLUMNS] from `column` on; `base` points to its first token."""
     i = tl.arange(0, CHUNK)

@@ -2,7 +2,7 @@
 
 With the tokens of one chunk as rows and e^b the decay from the start of the chunk,
 
-    O = (e^b ⊙ Q) S + P V         P_ij = Σ_c q_ic k_jc e^{b_ic - b_jc} for i >= j
+    O = (e^b ⊙ Q) S + A V         A_ij = Σ_c q_ic k_jc e^{b_ic - b_jc} for i >= j
     S <- e^{b_C} ⊙ S + (e^{b_C - b} ⊙ K)ᵀ V
 
 With a gate for each value channel the decays move from the keys to the values:
@@ -66,8 +66,7 @@ def linear_attention_chunk(
     q, k = repeat_keys(q, k, v)
 
     def core(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
-        arguments: tuple[Any, ...] = (*sequences, state, scale, chunk_size)
-        return linear_attention_core(*arguments)
+        return linear_attention_core(Inputs(*sequences), state, scale, chunk_size)
 
     return run_recurrence(
         core,
@@ -82,40 +81,32 @@ def linear_attention_chunk(
     )
 
 
-def linear_attention_core(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    g_value: Tensor | None,
-    state: Tensor,
-    scale: float,
-    chunk_size: int,
-) -> tuple[Tensor, Tensor]:
+class Inputs(NamedTuple):
+    """The sequences of a call, [B, T, H, ...]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor | None
+    g_value: Tensor | None
+
+
+def linear_attention_core(inputs: Inputs, state: Tensor, scale: float, chunk_size: int) -> tuple[Tensor, Tensor]:
     """Output [B, T, H, V] and final state [B, H, K, V] in the state's dtype, by the form that suits the caller."""
-    arguments: tuple[Any, ...] = (q, k, v, g, g_value, state, scale, chunk_size)
+    arguments: tuple[Any, ...] = (*inputs, state, scale, chunk_size)
     if torch.jit.is_tracing():
         return _scripted(*arguments)
     if is_exporting():
-        return _exported(*arguments)
+        return _exported(inputs, state, scale, chunk_size)
     refuse_transforms()
     return _LinearAttention.apply(*arguments)
 
 
-def _exported(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    g_value: Tensor | None,
-    state: Tensor,
-    scale: float,
-    chunk_size: int,
-) -> tuple[Tensor, Tensor]:
+def _exported(inputs: Inputs, state: Tensor, scale: float, chunk_size: int) -> tuple[Tensor, Tensor]:
     """The form for torch.export: the loop over chunks is unrolled while short, else (or if T is symbolic) a Scan."""
-    batch, tokens, heads, _ = q.shape
+    batch, tokens, heads, _ = inputs.q.shape
     chunk_size, chunks, unroll = export_plan(chunk_size, tokens)
-    query, inner, update, since, whole = _parts(q, k, v, g, g_value, scale, state.dtype, chunks, chunk_size)
+    query, inner, update, since, whole = _parts(inputs, scale, state.dtype, chunks, chunk_size)
     if unroll or whole is None:
         states, final = _state_pass(state.flatten(0, 1), update, whole)
     else:
@@ -135,7 +126,7 @@ def _scripted(
     chunk_size: int,
 ) -> tuple[Tensor, Tensor]:
     """The form for torch.jit.trace: sizes and the loop stay dynamic in the traced graph."""
-    output, final, _ = _forward(q, k, v, g, g_value, state, scale, chunk_size)
+    output, final, _ = _forward(Inputs(q, k, v, g, g_value), state, scale, chunk_size)
     return output, final
 
 
@@ -155,7 +146,7 @@ class _LinearAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, g, g_value, state, scale, chunk_size):
-        output, final, states = _forward(q, k, v, g, g_value, state, scale, chunk_size)
+        output, final, states = _forward(Inputs(q, k, v, g, g_value), state, scale, chunk_size)
         ctx.scale, ctx.chunk_size = scale, fit_chunk_size(chunk_size, q.shape[1])
         ctx.dtypes = q.dtype, k.dtype, v.dtype
         # Results are linear in each of q, k, v and the state, so that its gradient does not depend on itself.
@@ -181,41 +172,23 @@ class _LinearAttention(torch.autograd.Function):
             return (*_backward(wanted, ctx.saved_tensors, *arguments), None, None)
 
 
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    g_value: Tensor | None,
-    state: Tensor,
-    scale: float,
-    chunk_size: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(inputs: Inputs, state: Tensor, scale: float, chunk_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Output [B, T, H, V], final state [B, H, K, V]; for the backward the states before each chunk [n, M, K, V]."""
-    batch, tokens, heads, _ = q.shape
+    batch, tokens, heads, _ = inputs.q.shape
     chunk_size = fit_chunk_size(chunk_size, tokens)
     chunks = (tokens + chunk_size - 1) // chunk_size
-    query, inner, update, since, whole = _parts(q, k, v, g, g_value, scale, state.dtype, chunks, chunk_size)
+    query, inner, update, since, whole = _parts(inputs, scale, state.dtype, chunks, chunk_size)
     states, final = _state_pass(state.flatten(0, 1), update, whole)
     return join_chunks(times(query @ states, since) + inner, batch, heads, tokens), final.reshape(state.shape), states
 
 
-def _split(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    g_value: Tensor | None,
-    scale: float,
-    dtype: torch.dtype,
-    chunks: int,
-    chunk_size: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Chunked query times scale, key, value [n, M, C, K or V], gate [n, M, C, 1 or K] and value gate [n, M, C, V]."""
+def _split(inputs: Inputs, scale: float, dtype: torch.dtype, chunks: int, chunk_size: int) -> Inputs:
+    """Chunked q times scale, k, v [n, M, C, K or V], gate [n, M, C, 1 or K] and value gate [n, M, C, V]."""
+    q, k, v, g, g_value = inputs  # TorchScript narrows the types of variables only
     if g is not None and g.dim() == 3:
         g = g.unsqueeze(-1)
     query = split_chunks(q, dtype, chunks, chunk_size)
-    return (
+    return Inputs(
         query if scale == 1.0 else query * scale,
         split_chunks(k, dtype, chunks, chunk_size),
         split_chunks(v, dtype, chunks, chunk_size),
@@ -225,15 +198,7 @@ def _split(
 
 
 def _parts(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    g_value: Tensor | None,
-    scale: float,
-    dtype: torch.dtype,
-    chunks: int,
-    chunk_size: int,
+    inputs: Inputs, scale: float, dtype: torch.dtype, chunks: int, chunk_size: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Everything that does not depend on the state. The state adds (query @ state) ⊙ since to the output.
 
@@ -241,7 +206,7 @@ def _parts(
     update of the state by each chunk [n, M, K, V]; `since`, None unless the values have a gate; and the decay over each
     chunk, in the layout of the state.
     """
-    query, key, value, gate, value_gate = _split(q, k, v, g, g_value, scale, dtype, chunks, chunk_size)
+    query, key, value, gate, value_gate = _split(inputs, scale, dtype, chunks, chunk_size)
     inner = _inner(query, key, value, gate, value_gate)
     since, until, whole = _decays(gate)
     value_since, value_until, value_whole = _decays(value_gate)
@@ -252,7 +217,7 @@ def _parts(
 
 
 def _inner(query: Tensor, key: Tensor, value: Tensor, gate: Tensor | None, value_gate: Tensor | None) -> Tensor:
-    """The output of each token from the tokens of its own chunk, P V or I: [n, M, C, V]."""
+    """The output of each token from the tokens of its own chunk, A V or I: [n, M, C, V]."""
     if value_gate is not None:
         weights = query @ key.transpose(-1, -2)
         return decayed_sums(weights.flatten(0, 1), value.flatten(0, 1), value_gate.flatten(0, 1)).reshape(value.shape)

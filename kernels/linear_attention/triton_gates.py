@@ -1,4 +1,4 @@
-"""What the kernels of linear attention share: matrices with strides, and sums of gates over ranges of tokens.
+"""What the kernels of linear attention share: matrices, products, and sums of gates over ranges of tokens.
 
 A decay is the exponential of the sum of gates over a range of tokens. The sums for all tokens of a chunk are one matrix
 product: a matrix of zeros and ones, whose rows mark the ranges, times the gates. `ranges` is such a matrix.
@@ -12,6 +12,12 @@ STRONGEST = tl.constexpr(-128.0)
 
 
 @triton.jit
+def multiply(x, y, SCALED: tl.constexpr):
+    """x y in float32 for tiles, or if not SCALED, for float32 matrices in three TF32 products."""
+    return tl.dot(x, y, input_precision="tf32" if SCALED else "tf32x3")
+
+
+@triton.jit
 def decay(tile, part):
     """A tile times `part`, the decay of its numbers, in the tile's type."""
     return (tile.to(tl.float32) * part).to(tile.dtype)
@@ -19,13 +25,13 @@ def decay(tile, part):
 
 @triton.jit
 def load_matrix(
-    base, row, column, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr,
+    base, row, column, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, TRANSPOSED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """A block [ROWS, COLUMNS] of a matrix [HEIGHT, WIDTH] with strides ROW and COLUMN, zero outside."""
+    """A block [ROWS, COLUMNS] of a matrix [HEIGHT, WIDTH], stored TRANSPOSED or not, zero outside."""
     i = row + tl.arange(0, ROWS)
     e = column + tl.arange(0, COLUMNS)
-    place = base + i[:, None] * ROW + e[None, :] * COLUMN
+    place = base + i[:, None] * (1 if TRANSPOSED else WIDTH) + e[None, :] * (HEIGHT if TRANSPOSED else 1)
     if HEIGHT % ROWS == 0 and WIDTH % COLUMNS == 0:
         return tl.load(place)
     return tl.load(place, mask=(i < HEIGHT)[:, None] & (e < WIDTH)[None, :], other=0.0)
@@ -33,12 +39,12 @@ def load_matrix(
 
 @triton.jit
 def store_matrix(
-    base, row, column, x, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, ROW: tl.constexpr, COLUMN: tl.constexpr,
+    base, row, column, x, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, TRANSPOSED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     i = row + tl.arange(0, ROWS)
     e = column + tl.arange(0, COLUMNS)
-    place = base + i[:, None] * ROW + e[None, :] * COLUMN
+    place = base + i[:, None] * (1 if TRANSPOSED else WIDTH) + e[None, :] * (HEIGHT if TRANSPOSED else 1)
     tl.store(place, x, mask=(i < HEIGHT)[:, None] & (e < WIDTH)[None, :])
 
 

@@ -2,7 +2,7 @@
 
 Sums and the state are float32. For float32 inputs, each matrix product is three TF32 products. For bfloat16 and float16
 inputs, matrix products have 11 significant bits: their operands are float16 tiles with units (see triton_units.py), or
-TF32 for the few that need float32's range. bfloat16 has 8 bits; with 8 bits for intermediate values (P, decayed queries
+TF32 for the few that need float32's range. bfloat16 has 8 bits; with 8 bits for intermediate values (A, decayed queries
 and keys, states, their gradients), the error of a result was up to 2.4 times that of rounding it to bfloat16. With 11
 bits it was at most 1.2 times (both emulated on a CPU). For float16 inputs it was up to 4.2 times the error of rounding
 to float16.
@@ -11,23 +11,22 @@ A long sequence with few heads is cut into segments of time, through which progr
 walk begins from zero: it finds what a segment adds to the state, and its decay. The second walk begins from the state
 that the segments before it leave.
 
-No sum depends on the order in which programs run: the result is the same in every run. The forward pass saves P and the
+No sum depends on the order in which programs run: the result is the same in every run. The forward pass saves A and the
 states before each chunk for the backward pass, C + K V / C numbers for each token and head, where C = 64. The backward
 pass computes decays, decayed queries and decayed keys again. If no backward pass follows, half precision inputs have a
 gate per key channel, and K is at most WHOLE, the states stay in registers.
 """
 
 import math
-from collections.abc import Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
 from longseq.kernels.custom_op import custom_op
-from longseq.kernels.devices import channels_adjacent
+from longseq.kernels.linear_attention.chunk import Inputs
 from longseq.kernels.linear_attention.reference import repeat_keys
 from longseq.kernels.linear_attention.triton_passes import (
     decay_channels,
@@ -49,11 +48,12 @@ from longseq.kernels.triton_launch import (
     cdiv,
     count_sequences,
     count_slots,
+    evenly,
     find_launch,
     fit_launches,
     next_power_of_2,
     sequence_of_slots,
-    strides,
+    steps,
 )
 
 # By the bytes of the products' type and by the width, max(K, V) rounded up to 64 or 512. Those of half precision were
@@ -114,6 +114,7 @@ class _Plan(NamedTuple):
     chunk: int
     slots: int  # an upper bound of the number of chunks of all sequences
     sequences: int
+    heads: int
     key_dim: int
     value_dim: int
     share: int  # heads that have the same queries and keys
@@ -135,9 +136,6 @@ class _Plan(NamedTuple):
         """The number of tiles along a state's rows that have units of their own."""
         return 1 if self.reads_in_walk else self.tiles(self.key_dim)
 
-    def options(self, kernel: str) -> dict[str, int | None]:
-        return self.launches[kernel].options
-
     @property
     def tile(self) -> int:
         """The rows and columns of a state's tiles, and the columns of the tiles of decayed queries and keys."""
@@ -148,71 +146,73 @@ class _Plan(NamedTuple):
 
     def block(self, kernel: str, width: int) -> int:
         """The width of a program's block of `width` columns."""
-        return min(self.launches[kernel].block, block_width(width, ROW[self.dtype.itemsize]))
+        return min(self.launches[kernel].block, block_width(width, self.tile))
 
-    def units(self, like: Tensor, *shape: int) -> Tensor:
-        """An empty tensor for units of tiles, by slot and head."""
-        heads = like.shape[2]
-        return like.new_empty((self.slots, heads, *shape) if self.scaled else (0,), dtype=torch.float32)
+    def allocate(self, like: Tensor, slots: int, shape: tuple[int, ...], units: tuple[int, ...] = ()) -> "_Tiles":
+        """Empty tiles for each head of each slot, with units by slot, head and `units`."""
+        tiles = like.new_empty((slots, like.shape[2], *shape), dtype=self.dtype)
+        sizes = (self.slots, like.shape[2], *units) if self.scaled else (0,)
+        return _Tiles(tiles, like.new_empty(sizes, dtype=torch.float32))
+
+    def scores(self, like: Tensor) -> "_Tiles":
+        return self.allocate(like, self.slots, (self.chunk, self.chunk))
+
+    def tokens(self, x: Tensor, units: int = 1) -> "_Tiles":
+        """Tiles for x [B, T, H, D], with `units` units for each chunk of a head."""
+        return self.allocate(x, self.slots, (self.chunk, x.shape[3]), (units,))
+
+    def states(self, v: Tensor, *, kept: bool = True) -> "_Tiles":
+        units = self.unit_rows, self.tiles(self.value_dim)
+        return self.allocate(v, self.slots if kept else 0, (self.key_dim, self.value_dim), units)
+
+    def state(self, like: Tensor, transposed: bool) -> Tensor:
+        """One float32 state for each sequence."""
+        shape = (self.value_dim, self.key_dim) if transposed else (self.key_dim, self.value_dim)
+        return like.new_empty((self.sequences, self.heads, *shape), dtype=torch.float32)
 
 
-def _plan(
-    q: Tensor, v: Tensor, g: Tensor | None, g_value: Tensor | None, cu_seqlens: Tensor | None, precise: bool
-) -> _Plan:
-    batch, tokens, groups, key_dim = q.shape
-    heads, value_dim = v.shape[2:]
+def _plan(inputs: Inputs, cu_seqlens: Tensor | None, precise: bool) -> _Plan:
+    batch, tokens, groups, key_dim = inputs.q.shape
+    heads, value_dim = inputs.v.shape[2:]
     dtype = torch.float32 if precise else torch.float16
     chunk = CHUNKS[dtype.itemsize]
     sequences = count_sequences(batch, cu_seqlens)
     slots = count_slots(batch, tokens, chunk, cu_seqlens)
-    gate = "value" if g_value is not None else "none" if g is None else "head" if g.dim() == 3 else "key"
+    g = inputs.g
+    gate = "value" if inputs.g_value is not None else "none" if g is None else "head" if g.dim() == 3 else "key"
     launches = LAUNCHES[dtype.itemsize, 64 if max(key_dim, value_dim) <= 64 else 512]
-    return _Plan(dtype, chunk, slots, sequences, key_dim, value_dim, heads // groups, gate, launches)
+    return _Plan(dtype, chunk, slots, sequences, heads, key_dim, value_dim, heads // groups, gate, launches)
 
 
 class _Tiles(NamedTuple):
-    """A tensor [B, T, H, D] in the type of matrix products, stored by slot and head, with units."""
+    """Matrices in the type of matrix products by slot and head, and their units: tokens, states or scores."""
 
     tiles: Tensor
     units: Tensor
 
 
 class _Decayed(NamedTuple):
-    """The two tensors whose columns a gate decays: X since the start of the chunk, Y until its end."""
+    """e^b Q, e^{b_C - b} K, and the gates of their channels."""
 
-    reads: _Tiles
-    writes: _Tiles
+    queries: Any  # tiles, or None
+    keys: _Tiles
     whole: Tensor  # decays over whole chunks, by slot and head
     levels: Tensor  # the largest level at which blocks of 2^level tokens have mild decays, by slot, head and tile
-
-
-class _States(NamedTuple):
-    """States or their gradients, by slot and head."""
-
-    states: Tensor
-    units: Tensor
-
-
-class _Scores(NamedTuple):
-    """Products of each token with those before it, by slot and head."""
-
-    scores: Tensor
-    units: Tensor
 
 
 class _Segments(NamedTuple):
     """What segments of time make of a state, by segment and head; None where sequences are not cut."""
 
-    ends: Tensor | None  # the state after a segment that begins from zero, in float32
-    decays: Tensor | None  # the decay over a segment: a number, or one for each channel of the gate
+    ends: Tensor | None = None  # the state after a segment that begins from zero, in float32
+    decays: Tensor | None = None  # the decay over a segment: a number, or one for each channel of the gate
 
 
-def _find_span(plan: _Plan, tokens: int, heads: int, packed: bool) -> int:
+def _find_span(plan: _Plan, tokens: int, packed: bool) -> int:
     """The number of chunks in a segment of time; 0 if sequences are not cut.
 
     Packed sequences are cut like the row that holds them, unless there are enough of them.
     """
-    lanes = heads * plan.tiles(plan.value_dim) * (1 if plan.reads_in_walk else plan.tiles(plan.key_dim))
+    lanes = plan.heads * plan.tiles(plan.value_dim) * (1 if plan.reads_in_walk else plan.tiles(plan.key_dim))
     programs = WARPS // plan.launches["walk_and_read" if plan.reads_in_walk else "walk"].warps
     if plan.sequences * lanes > programs:
         return 0
@@ -223,253 +223,198 @@ def _find_span(plan: _Plan, tokens: int, heads: int, packed: bool) -> int:
     return find_span(chunks, walkers, programs, fewest=FEWEST_SEGMENTS, shortest=shortest, least=FEWEST_CHUNKS)
 
 
-class _Passes:
-    """The launches of one call, forward or backward."""
+class _Call:
+    """The launches of one call, forward or backward. With `transposed`, the first and last states are [V, K]."""
 
     def __init__(
-        self, plan: _Plan, tokens: int, heads: int, scale: float, cu_seqlens: Tensor | None, reverse: int
+        self, inputs: Inputs, cu_seqlens: Tensor | None, scale: float, reverse: int, precise: bool, transposed: bool
     ) -> None:
-        self.plan, self.tokens, self.heads, self.scale, self.cu_seqlens = plan, tokens, heads, scale, cu_seqlens
-        self.sequence_of = sequence_of_slots(plan.slots, plan.chunk, tokens, cu_seqlens)
-        self.layout = {"PACKED": cu_seqlens is not None, "REVERSE": reverse, "SCALED": plan.scaled, "CHUNK": plan.chunk}
-        self.constants = {**self.layout, "PRECISION": "tf32" if plan.scaled else "tf32x3"}
-        self.levels = {"LEVELS": plan.chunk.bit_length() - 1}
-        self.span = _find_span(plan, tokens, heads, cu_seqlens is not None)
+        cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
+        q, k, v = (evenly(x) for x in inputs[:3])
+        self.inputs = Inputs(q, k, v, *(None if x is None else evenly(x) for x in inputs[3:]))
+        self.plan = plan = _plan(inputs, cu_seqlens, precise)
+        self.batch, self.tokens, self.heads, _ = inputs.v.shape
+        self.scale, self.transposed = scale, transposed
+        self.cu_seqlens = cu_seqlens
+        self.sequence_of = sequence_of_slots(plan.slots, plan.chunk, self.tokens, cu_seqlens)
+        self.constants = {"REVERSE": reverse, "SCALED": plan.scaled, "CHUNK": plan.chunk, "TILE": plan.tile}
+        self.levels: dict[str, Any] = {"LEVELS": plan.chunk.bit_length() - 1}
+        self.gate_per_head = self.inputs.g if plan.gate == "head" else None
+        self.span = _find_span(plan, self.tokens, cu_seqlens is not None)
         self.walks = plan.sequences
         if self.span:
-            batch = plan.sequences if cu_seqlens is None else 1
-            self.walks = count_slots(batch, tokens, self.span * plan.chunk, cu_seqlens)
+            rows = self.batch if cu_seqlens is None else 1
+            self.walks = count_slots(rows, self.tokens, self.span * plan.chunk, cu_seqlens)
 
-    def decay(self, x: Tensor | None, y: Tensor, g: Tensor, scores: "_Scores | None" = None) -> _Decayed:
-        """Decay x and y by g; without x, `reads` is left empty. With `scores`, tril(X Yᵀ) is stored there, decayed."""
-        plan, width = self.plan, y.shape[3]
-        tiles, reads = plan.tiles(width), x is not None
+    def _launch(
+        self, kernel: Any, programs: int, numbers: tuple[float, ...], name: str | None = None, **constants: Any
+    ) -> Any:
+        options = self.plan.launches[name or kernel.__name__].options
+        return find_launch(kernel, self.inputs.v.device, programs, numbers, **constants, **self.constants, **options)
+
+    def decay(self, q: Tensor | None, k: Tensor, g: Tensor, scores: _Tiles | None = None) -> _Decayed:
+        """Decay q, if it is given, and k by g. With `scores`, A is stored there."""
+        plan, width, tiles = self.plan, k.shape[3], self.plan.tiles(k.shape[3])
         decayed = _Decayed(
-            _allocate_tiles(plan, y) if reads else _Tiles(y, y),
-            _allocate_tiles(plan, y),
-            y.new_empty((plan.slots, self.heads, width), dtype=torch.float32),
-            y.new_empty((plan.slots, self.heads, tiles), dtype=torch.int32),
+            None if q is None else plan.tokens(k),
+            plan.tokens(k),
+            k.new_empty((plan.slots, self.heads, width), dtype=torch.float32),
+            k.new_empty((plan.slots, self.heads, tiles), dtype=torch.int32),
         )
-        x = y if x is None else x
-        find_launch(
-            decay_channels, y.device, plan.slots * self.heads,
-            (self.tokens, self.heads, *strides(x), *strides(y), *strides(g)),
-            W=width, READS=reads, SCORES=scores is not None, DTYPE=_dtype_of_sums(g, plan.tile), TILE=plan.tile,
-            LIMIT=LIMITS[plan.dtype.itemsize], **self.constants, **self.levels, **plan.options("decay_channels"),
+        q = k if q is None else q
+        numbers = (self.tokens, self.heads, *steps(q, k, g))
+        limit, dtype = LIMITS[plan.dtype.itemsize], _dtype_of_sums(g, plan.tile)
+        self._launch(
+            decay_channels, plan.slots * self.heads, numbers, K=width, DTYPE=dtype, LIMIT=limit, **self.levels
         )(
-            x, y, g, self.cu_seqlens, self.sequence_of, *decayed.reads, *decayed.writes, decayed.whole, decayed.levels,
-            *(scores or (x, x)),
-        )  # fmt: skip
+            *(q, k, g, self.cu_seqlens, self.sequence_of, *(decayed.queries or NOWHERE), *decayed.keys),
+            *(decayed.whole, decayed.levels, *(scores or NOWHERE)),
+        )
         if scores is not None:
-            find_launch(
-                score_by_level, x.device, plan.slots * self.heads,
-                (self.tokens, self.heads, *strides(x), *strides(y), *strides(g)),
-                W=width, BLOCK=plan.block("score_by_level", width), TILE=plan.tile, TILES=next_power_of_2(tiles),
-                **self.constants, **self.levels, **plan.options("score_by_level"),
-            )(x, y, g, self.cu_seqlens, self.sequence_of, decayed.levels, *scores)  # fmt: skip
+            self._launch(
+                score_by_level, plan.slots * self.heads, numbers,
+                K=width, BLOCK=plan.block("score_by_level", width), TILES=next_power_of_2(tiles), **self.levels,
+            )(q, k, g, self.cu_seqlens, self.sequence_of, decayed.levels, *scores)  # fmt: skip
         return decayed
 
-    def score(self, x: Tensor, y: Tensor, g: Tensor | None, tiles: tuple[_Tiles, _Tiles] | None = None) -> _Scores:
-        """tril(X Yᵀ), decayed by the gate per head `g` if given. With `tiles`, x and y are stored there as tiles."""
-        plan, heads, width = self.plan, *x.shape[2:]
-        scores = _allocate_scores(plan, x)
-        into = (x, x, x, x) if tiles is None else (*tiles[0], *tiles[1])
-        find_launch(
-            score, x.device, plan.slots * heads, (self.tokens, heads, *strides(x), *strides(y), *strides(g)),
-            W=width, GATE="none" if g is None else "head", LEAVES=tiles is not None, BLOCK=plan.tile, **self.constants,
-            **plan.options("score"),
-        )(x, y, g, self.cu_seqlens, self.sequence_of, *scores, *into)  # fmt: skip
+    def score(self, q: Tensor, k: Tensor, tiles: tuple[_Tiles, _Tiles] | None = None) -> _Tiles:
+        """A, decayed by a gate per head unless heads share keys. With `tiles`, q and k are stored there as tiles."""
+        heads, scores = q.shape[2], self.plan.scores(q)
+        g = self.gate_per_head if self.plan.share == 1 else None
+        numbers = (self.tokens, heads, *steps(q, k, g))
+        self._launch(score, self.plan.slots * heads, numbers, K=q.shape[3])(
+            *(q, k, g, self.cu_seqlens, self.sequence_of, *scores, *chain(*(tiles or (NOWHERE, NOWHERE))))
+        )
         return scores
 
     def walk(
-        self,
-        a: Tensor | _Tiles,
-        b: Tensor | _Tiles,
-        g: Tensor | None,
-        whole: Tensor | None,
-        first: Tensor | None,
-        states: _States,
-        last: Tensor,
-        *,
-        transposed: bool,
-        backward: bool = False,
-    ) -> None:
-        """Write the states before each chunk to `states`, starting from `first`, and the last one to `last`.
+        self, k: Tensor | _Tiles, v: Tensor | _Tiles, whole: Tensor | None, first: Tensor | None, backward: bool = False
+    ) -> tuple[_Tiles, Tensor]:
+        """The states before each chunk, starting from `first`, and the last one.
 
-        With a gate per channel, `whole` is given, and a or b is decayed.
+        With a gate per channel, `whole` is given, and k or v is decayed.
         """
-        segments = self.summarize(a, b, g, whole, last, backward=backward)
-        self._walk((a, b, g, whole), first, segments, states, last, transposed=transposed, backward=backward)
+        states, last = self.plan.states(self.inputs.v), self.plan.state(self.inputs.v, self.transposed)
+        segments = self.summarize(k, v, whole, backward=backward)
+        self._walk(k, v, whole, first, segments, states, last, backward)
+        return states, last
 
     def summarize(
-        self,
-        a: Tensor | _Tiles,
-        b: Tensor | _Tiles,
-        g: Tensor | None,
-        whole: Tensor | None,
-        like: Tensor,
-        *,
-        backward: bool = False,
+        self, k: Tensor | _Tiles, v: Tensor | _Tiles, whole: Tensor | None, *, backward: bool = False
     ) -> _Segments:
         """What the segments of time make of a state, if there are any; arguments as of `walk`."""
         if not self.span:
-            return _Segments(None, None)
+            return _Segments()
         key_dim, value_dim = self.plan.key_dim, self.plan.value_dim
-        width = {"none": 0, "head": 1, "key": key_dim, "value": value_dim}[self.plan.gate]
+        decays = {"none": 0, "head": 1, "key": key_dim, "value": value_dim}[self.plan.gate]
+        sizes = (key_dim, value_dim), (decays,)
         segments = _Segments(
-            like.new_empty((self.walks, self.heads, key_dim, value_dim)),
-            like.new_empty((self.walks, self.heads, width)),
+            *(self.inputs.v.new_empty((self.walks, self.heads, *size), dtype=torch.float32) for size in sizes)
         )
-        unwritten = _States(like, like)
-        self._walk((a, b, g, whole), None, segments, unwritten, like, backward=backward, summary=True)
+        self._walk(k, v, whole, None, segments, None, None, backward)
         return segments
 
     def _walk(
-        self,
-        inputs: tuple[Tensor | _Tiles, Tensor | _Tiles, Tensor | None, Tensor | None],
-        first: Tensor | None,
-        segments: _Segments,
-        states: _States,
-        last: Tensor,
-        *,
-        transposed: bool = False,
-        backward: bool,
-        summary: bool = False,
-    ) -> None:
-        plan, (a, b, g, whole) = self.plan, inputs
-        row, column = (1, plan.key_dim) if transposed else (plan.value_dim, 1)
-        find_launch(
-            walk, last.device, self.walks * self.heads * plan.tiles(plan.key_dim) * plan.tiles(plan.value_dim),
-            (self.scale if backward else 1.0, plan.sequences, self.span, self.tokens, self.heads,
-             *_strides(a), *_strides(b), *strides(g)),
+        self, k: Tensor | _Tiles, v: Tensor | _Tiles, whole: Tensor | None, first: Tensor | None, segments: _Segments,
+        states: _Tiles | None, last: Tensor | None, backward: bool,
+    ) -> None:  # fmt: skip
+        """Without `last`, write the segments."""
+        plan, g = self.plan, self.gate_per_head
+        scale = self.scale if backward else 1.0
+        numbers = (scale, plan.sequences, self.span, self.tokens, self.heads, *_steps(k, v, g))
+        self._launch(
+            walk, self.walks * self.heads * plan.tiles(plan.key_dim) * plan.tiles(plan.value_dim), numbers,
             K=plan.key_dim, V=plan.value_dim, SHARE=plan.share, GATE=plan.gate, BACKWARD=backward,
-            HAS_FIRST=first is not None, SEGMENTED=self.span > 0, SUMMARY=summary, ROW=row, COLUMN=column,
-            TILE_K=plan.tile, TILE_V=plan.tile, **self.constants, **plan.options("walk"),
-        )(*_with_units(a), *_with_units(b), g, whole, self.cu_seqlens, first, *segments, *states, last)  # fmt: skip
-
-    def walk_and_read(
-        self,
-        decayed: _Decayed,
-        v: Tensor | _Tiles,
-        scores: _Scores,
-        first: Tensor | None,
-        segments: _Segments,
-        states: _States,
-        last: Tensor,
-        output: Tensor,
-        *,
-        save: bool,
-        transposed: bool,
-        backward: bool = False,
-    ) -> None:
-        """Loop from `first` to `last`, write `output`, and if `save`, the states before each chunk to `states`."""
-        plan = self.plan
-        x, y = (decayed.writes, decayed.reads) if backward else (decayed.reads, decayed.writes)
-        row, column = (1, plan.key_dim) if transposed else (plan.value_dim, 1)
-        find_launch(
-            walk_and_read, last.device, self.walks * self.heads * plan.tiles(plan.value_dim),
-            (self.scale, plan.sequences, self.span, self.tokens, self.heads, *_strides(v)),
-            K=plan.key_dim, V=plan.value_dim, TILED=isinstance(v, _Tiles), BACKWARD=backward,
-            HAS_FIRST=first is not None, SEGMENTED=self.span > 0, SAVE=save, ROW=row, COLUMN=column,
-            BLOCK_K=block_width(plan.key_dim, plan.tile), TILE=plan.tile, **self.constants,
-            **plan.options("walk_and_read"),
+            SUMMARY=last is None, TRANSPOSED=self.transposed,
         )(
-            *x, *y, *_with_units(v), decayed.whole, self.cu_seqlens, *scores, first, *segments, *states, last, output
+            *_with_units(k), *_with_units(v), g, whole, self.cu_seqlens, first, *segments, *(states or NOWHERE), last
         )  # fmt: skip
 
+    def walk_and_read(
+        self, decayed: _Decayed, v: Tensor, scores: _Tiles, first: Tensor | None, output: Tensor, *,
+        save: bool = True, tiles: _Tiles | None = None,
+    ) -> tuple[_Tiles, Tensor]:  # fmt: skip
+        """Write `output`; return the states before each chunk, if they are to be saved, and the last one.
+
+        Backward, v is d_o, which is also given as tiles.
+        """
+        plan, (q, k, whole, _), backward = self.plan, decayed, tiles is not None
+        if backward:
+            q, k = k, q
+        segments = self.summarize(k, v, whole, backward=backward)
+        states, last = plan.states(self.inputs.v, kept=save), plan.state(self.inputs.v, self.transposed)
+        numbers = (self.scale, plan.sequences, self.span, self.tokens, self.heads, *steps(v))
+        self._launch(
+            walk_and_read, self.walks * self.heads * plan.tiles(plan.value_dim), numbers,
+            K=plan.key_dim, V=plan.value_dim, BACKWARD=backward, SAVE=save, TRANSPOSED=self.transposed,
+            BLOCK_K=block_width(plan.key_dim, plan.tile),
+        )(
+            *q, *k, *(tiles or (v, None)), whole, self.cu_seqlens, *scores, first, *segments, *states, last, output
+        )  # fmt: skip
+        return states, last
+
     def read(
-        self,
-        x: Tensor | _Tiles,
-        y: Tensor,
-        g: Tensor | None,
-        scores: _Scores,
-        states: _States,
-        output: Tensor,
-        *,
-        by_value: bool = False,
-        transposed: bool = False,
-    ) -> None:
-        """Write `output`. x has key columns, or value columns with `by_value`; it is tiled if it is decayed."""
-        plan, width = self.plan, output.shape[3]
+        self, q: Tensor | _Tiles, v: Tensor, scores: _Tiles, states: _Tiles, output: Tensor, *,
+        by_value: bool = False, transposed: bool = False,
+    ) -> None:  # fmt: skip
+        """Write `output`. q has key columns, or value columns with `by_value`; it is tiled if it is decayed."""
+        plan, width, g = self.plan, output.shape[3], self.gate_per_head
         block = plan.block("read", width)
-        find_launch(
-            read, output.device, plan.slots * self.heads * cdiv(width, block),
-            (self.scale, self.tokens, self.heads, *_strides(x), *strides(y), *strides(g)),
-            GATE="head" if plan.gate == "head" else "none", DECAYED=isinstance(x, _Tiles), TRANSPOSED=transposed,
-            SHARE=plan.share, BLOCK=block, **self._state_layout(by_value), **self.constants, **plan.options("read"),
-        )(*_with_units(x), y, g, self.cu_seqlens, self.sequence_of, *scores, *states, output)  # fmt: skip
+        self._launch(
+            read, plan.slots * self.heads * cdiv(width, block),
+            (self.scale, self.tokens, self.heads, *_steps(q, v, g)),
+            E=plan.value_dim if by_value else plan.key_dim, W=width, BY_VALUE=by_value, SHARE=plan.share,
+            GATE="none" if g is None else "head", DECAYED=isinstance(q, _Tiles), TRANSPOSED=transposed, BLOCK=block,
+        )(*_with_units(q), v, g, self.cu_seqlens, self.sequence_of, *scores, *states, output)  # fmt: skip
 
     def differentiate(
-        self,
-        x: Tensor,
-        y: Tensor,
-        a: Tensor | _Tiles,
-        b: Tensor | _Tiles,
-        g: Tensor | None,
-        decayed: _Decayed | None,
-        scores: _Scores,
-        states: _States,
-        d_states: _States | None,
-        d_x: Tensor | None,
-        d_y: Tensor | None,
-        d_g: Tensor | None,
-    ) -> None:
-        """Write those of d_x, d_y and d_g that are given; with a gate per channel, `decayed` is given."""
-        plan, width = self.plan, x.shape[3]
+        self, q: Tensor, k: Tensor, d_o: Tensor | _Tiles, v: Tensor | _Tiles, decayed: _Decayed | None, scores: _Tiles,
+        states: _Tiles, d_states: _Tiles | None, gradients: tuple[Tensor | None, ...],
+    ) -> None:  # fmt: skip
+        """Write those of d_q, d_k and d_g that are given; with a gate per channel, `decayed` is given."""
+        plan, width = self.plan, q.shape[3]
+        by_value = plan.gate == "value"
+        g = self.inputs.g_value if by_value else self.inputs.g
         kernels = ["differentiate"]
         if decayed is not None:
-            kernel = "read_channels" if d_y is None else "differentiate_channels"
+            kernel = "read_channels" if gradients[1] is None else "differentiate_channels"
             kernels = [kernel, f"{kernel}_by_level"]
         for kernel in kernels:
             block = plan.block(kernel, width)
             assert block <= plan.tile, "a block of columns lies in one tile"
-            find_launch(
-                differentiate, x.device, plan.slots * self.heads * cdiv(width, block),
-                (self.scale, self.tokens, self.heads, x.shape[0] * self.tokens,
-                 *strides(x), *strides(y), *_strides(a), *_strides(b), *strides(g)),
-                GATE="none" if g is None else "head" if decayed is None else "channel", TILED=isinstance(a, _Tiles),
-                DTYPE=_dtype_of_sums(g, block), READS=d_x is not None, WRITES=d_y is not None,
-                BY_LEVEL=kernel.endswith("by_level"), BLOCK=block, **self._state_layout(plan.gate != "value"),
-                **self.constants, **self.levels, **plan.options(kernel),
+            self._launch(
+                differentiate, plan.slots * self.heads * cdiv(width, block),
+                (self.scale, self.tokens, self.heads, self.batch * self.tokens, *_steps(q, k, d_o, v, g)), kernel,
+                K=width, V=plan.key_dim if by_value else plan.value_dim, GATE=plan.gate,
+                UNITS=plan.tiles(width) if by_value else plan.unit_rows, DTYPE=_dtype_of_sums(g, block),
+                BY_LEVEL=kernel.endswith("by_level"), BLOCK=block, **self.levels,
             )(
-                x, y, *_with_units(a), *_with_units(b), g, self.cu_seqlens, self.sequence_of,
-                x if decayed is None else decayed.levels, *scores, *states, *(d_states or states),
-                *(x if out is None else out for out in (d_x, d_y, d_g)),
+                q, k, *_with_units(d_o), *_with_units(v), g, self.cu_seqlens, self.sequence_of,
+                None if decayed is None else decayed.levels, *scores, *states, *(d_states or NOWHERE), *gradients,
             )  # fmt: skip
 
     def differentiate_group(
-        self, inputs: Sequence[Tensor | None], states: _States, d_states: _States, gradients: Sequence[Tensor]
+        self, d_output: Tensor, states: _Tiles, d_states: _Tiles, gradients: tuple[Tensor, ...]
     ) -> None:
-        """Write the `gradients` of q, k and g for the `inputs` q, k, d_o, v and g, where heads share q and k."""
-        plan, like = self.plan, gradients[0]
+        """Write the `gradients` of q, k and g where heads share q and k."""
+        plan, (q, k, v, g, _) = self.plan, self.inputs
         block = plan.block("differentiate_group", plan.key_dim)
-        find_launch(
-            differentiate_group, like.device, plan.slots * like.shape[2] * cdiv(plan.key_dim, block),
-            (self.scale, self.tokens, self.heads, like.shape[0] * self.tokens, *chain(*map(strides, inputs))),
-            K=plan.key_dim, V=plan.value_dim, SHARE=plan.share, GATE=plan.gate, TILE=plan.tile, BLOCK=block,
-            **self.constants, **plan.options("differentiate_group"),
-        )(*inputs, self.cu_seqlens, self.sequence_of, *states, *d_states, *gradients)  # fmt: skip
-
-    def _state_layout(self, by_value: bool) -> dict[str, int]:
-        """The constants for states as matrices with key rows and value columns, or transposed with `by_value`."""
-        plan = self.plan
-        tiles = plan.tiles(plan.value_dim)
-        layout = {"TILES": plan.unit_rows * tiles}
-        if by_value:
-            layout |= {"E": plan.value_dim, "W": plan.key_dim, "ROW": 1, "COLUMN": plan.value_dim}
-            layout |= {"UNIT_ROW": 1, "UNIT_COLUMN": tiles if plan.unit_rows > 1 else 0}
-        else:
-            layout |= {"E": plan.key_dim, "W": plan.value_dim, "ROW": plan.value_dim, "COLUMN": 1}
-            layout |= {"UNIT_ROW": tiles, "UNIT_COLUMN": 1}
-        return layout | {"STEP": plan.tile, "TILE": plan.tile}
+        numbers = (self.scale, self.tokens, self.heads, self.batch * self.tokens, *steps(q, k, d_output, v, g))
+        self._launch(
+            differentiate_group, plan.slots * q.shape[2] * cdiv(plan.key_dim, block), numbers,
+            K=plan.key_dim, V=plan.value_dim, SHARE=plan.share, BLOCK=block,
+        )(q, k, d_output, v, g, self.cu_seqlens, self.sequence_of, *states, *d_states, *gradients)  # fmt: skip
 
 
-def _with_units(x: Tensor | _Tiles) -> tuple[Tensor, Tensor]:
-    return x if isinstance(x, _Tiles) else (x, x)
+NOWHERE = (None, None)  # in place of tiles that are not there
 
 
-def _strides(x: Tensor | _Tiles) -> tuple[int, ...]:
-    return strides(None if isinstance(x, _Tiles) else x)
+def _with_units(x: Tensor | _Tiles) -> tuple[Tensor, Tensor | None]:
+    return x if isinstance(x, _Tiles) else (x, None)
+
+
+def _steps(*tensors: Tensor | _Tiles | None) -> tuple[int, ...]:
+    return steps(*(None if isinstance(x, _Tiles) else x for x in tensors))
 
 
 def _dtype_of_sums(g: Tensor | None, block: int) -> tl.dtype:
@@ -481,29 +426,6 @@ def _dtype_of_sums(g: Tensor | None, block: int) -> tl.dtype:
     if g is None or g.dtype.itemsize * block != 128 or (g.dtype == torch.bfloat16 and g.device.type == "cpu"):
         return tl.float32
     return TRITON_DTYPES[g.dtype]
-
-
-def _allocate_scores(plan: _Plan, like: Tensor) -> _Scores:
-    matrices = like.new_empty((plan.slots, like.shape[2], plan.chunk, plan.chunk), dtype=plan.dtype)
-    return _Scores(matrices, plan.units(like))
-
-
-def _allocate_tiles(plan: _Plan, x: Tensor, units: int = 1) -> _Tiles:
-    """Empty tiles for x, with `units` units for each chunk of a head."""
-    shape = (plan.slots, x.shape[2], plan.chunk, x.shape[3])
-    return _Tiles(x.new_empty(shape, dtype=plan.dtype), plan.units(x, units))
-
-
-def _allocate_states(plan: _Plan, like: Tensor, *, kept: bool = True) -> _States:
-    slots = plan.slots if kept else 0
-    states = like.new_empty((slots, like.shape[2], plan.key_dim, plan.value_dim), dtype=plan.dtype)
-    return _States(states, plan.units(like, plan.unit_rows, plan.tiles(plan.value_dim)))
-
-
-def _allocate_state(plan: _Plan, like: Tensor, transposed: bool) -> Tensor:
-    """An empty tensor for one float32 state of each sequence."""
-    shape = (plan.value_dim, plan.key_dim) if transposed else (plan.key_dim, plan.value_dim)
-    return like.new_empty((plan.sequences, like.shape[2], *shape), dtype=torch.float32)
 
 
 @custom_op("linear_attention")
@@ -522,58 +444,40 @@ def linear_attention(
     output_dtype: torch.dtype,
     save: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Returns o [B, T, H, V], the final state [B or segments, H, K, V] in float32, and if `save` P, states and units.
+    """Returns o [B, T, H, V], the final state [B or segments, H, K, V] in float32, and if `save` A, states and units.
 
     The last is the list of tensors that the backward pass needs. The products have float32's precision if `precise`.
     With `transposed`, states given and returned are [..., V, K].
     """
-    q, k, v = channels_adjacent(q), channels_adjacent(k), channels_adjacent(v)
-    g, g_value, initial_state, cu_seqlens = _adjacent(g, g_value, initial_state, cu_seqlens)
-    plan = _plan(q, v, g, g_value, cu_seqlens, precise)
-    passes = _Passes(plan, v.shape[1], v.shape[2], scale, cu_seqlens, reverse)
-    final = _allocate_state(plan, v, transposed)
-    states = _allocate_states(plan, v, kept=save or not plan.reads_in_walk)
+    call = _Call(Inputs(q, k, v, g, g_value), cu_seqlens, scale, reverse, precise, transposed)
+    q, k, v, g, g_value = call.inputs
+    plan, first = call.plan, None if initial_state is None else initial_state.contiguous()
     output = v.new_empty(v.shape, dtype=output_dtype)
     if g_value is not None:
-        values = passes.decay(None, v, g_value)
-        scores = passes.score(q, k, None)
-        passes.walk(k, values.writes, None, values.whole, initial_state, states, final, transposed=transposed)
-        passes.differentiate(v, v, q, k, g_value, values, scores, states, None, output, None, None)
+        values = call.decay(None, v, g_value)
+        scores = call.score(q, k)
+        states, final = call.walk(k, values.keys, values.whole, first)
+        call.differentiate(v, v, q, k, values, scores, states, None, (output, None, None))
     elif g is not None and plan.gate == "key":
-        scores = _allocate_scores(plan, q)
-        keys = passes.decay(q, k, g, scores)
+        scores = plan.scores(q)
+        keys = call.decay(q, k, g, scores)
         if plan.reads_in_walk:
-            segments = passes.summarize(keys.writes, v, g, keys.whole, final)
-            passes.walk_and_read(
-                *(keys, v, scores, initial_state, segments, states, final, output), save=save, transposed=transposed
-            )
+            states, final = call.walk_and_read(keys, v, scores, first, output, save=save)
         else:
-            passes.walk(keys.writes, v, g, keys.whole, initial_state, states, final, transposed=transposed)
-            passes.read(keys.reads, v, g, scores, states, output)
+            states, final = call.walk(keys.keys, v, keys.whole, first)
+            call.read(keys.queries, v, scores, states, output)
     else:
-        scores = passes.score(q, k, None if plan.share > 1 else g)
-        passes.walk(k, v, g, None, initial_state, states, final, transposed=transposed)
-        passes.read(q, v, g, scores, states, output)
+        scores = call.score(q, k)
+        states, final = call.walk(k, v, None, first)
+        call.read(q, v, scores, states, output)
     return output, final, [*scores, *states] if save else []
 
 
 @linear_attention.register_fake
 def _(q, k, v, g, g_value, initial_state, cu_seqlens, scale, reverse, precise, transposed, output_dtype, save):
-    plan = _plan(q, v, g, g_value, cu_seqlens, precise)
-    kept = [*_allocate_scores(plan, q), *_allocate_states(plan, v)] if save else []
-    return v.new_empty(v.shape, dtype=output_dtype), _allocate_state(plan, v, transposed), kept
-
-
-def _adjacent(
-    g: Tensor | None, g_value: Tensor | None, state: Tensor | None, cu_seqlens: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    """Gates with adjacent channels; the state and the borders contiguous."""
-    return (
-        channels_adjacent(g) if g is not None and g.dim() == 4 else g,
-        None if g_value is None else channels_adjacent(g_value),
-        None if state is None else state.contiguous(),
-        None if cu_seqlens is None else cu_seqlens.contiguous(),
-    )
+    plan = _plan(Inputs(q, k, v, g, g_value), cu_seqlens, precise)
+    kept = [*plan.scores(q), *plan.states(v)] if save else []
+    return v.new_empty(v.shape, dtype=output_dtype), plan.state(v, transposed), kept
 
 
 @custom_op("linear_attention_backward")
@@ -597,68 +501,55 @@ def linear_attention_backward(
 
     Those of q, k and v are also empty where they are not `wanted` and no needed kernel computes them.
     """
-    q, k, v, d_output = channels_adjacent(q), channels_adjacent(k), channels_adjacent(v), channels_adjacent(d_output)
-    g, g_value, d_final, cu_seqlens = _adjacent(g, g_value, d_final, cu_seqlens)
-    plan = _plan(q, v, g, g_value, cu_seqlens, precise)
-    passes = _Passes(plan, v.shape[1], v.shape[2], scale, cu_seqlens, reverse)
-    scores, states = _Scores(*kept[:2]), _States(*kept[2:])
-    d_states, d_initial = _allocate_states(plan, v), _allocate_state(plan, v, transposed)
+    call = _Call(Inputs(q, k, v, g, g_value), cu_seqlens, scale, reverse, precise, transposed)
+    q, k, v, g, g_value = call.inputs
+    plan, d_output, d_last = call.plan, evenly(d_output), None if d_final is None else d_final.contiguous()
+    scores, states = _Tiles(*kept[:2]), _Tiles(*kept[2:])
     wanted = _find_needed(plan, g, g_value, wanted)
     d_q, d_k, d_v = _allocate_gradients(q, k, v, wanted)
     kernel = "differentiate_group" if plan.share > 1 else "differentiate"
     parts = cdiv(plan.key_dim, plan.block(kernel, plan.key_dim)) if plan.gate == "head" else 1
     d_g, d_g_value = _allocate_parts(parts, q, g), _allocate_parts(1, q, g_value)
     if g_value is not None:
-        d_scores = _allocate_scores(plan, q)
-        values = passes.decay(d_output, v, g_value, d_scores)
-        y, whole, out = values.reads, values.whole, (None, d_v, d_g_value[0])
-        passes.walk(q, y, None, whole, d_final, d_states, d_initial, transposed=transposed, backward=True)
-        passes.differentiate(d_output, v, q, k, g_value, values, scores, states, d_states, *out)
+        d_scores = plan.scores(q)
+        values = call.decay(d_output, v, g_value, d_scores)
+        d_states, d_initial = call.walk(q, values.queries, values.whole, d_last, backward=True)
+        call.differentiate(d_output, v, q, k, values, scores, states, d_states, (None, d_v, d_g_value[0]))
         if wanted[0]:
-            passes.read(values.reads, k, None, d_scores, states, d_q, by_value=True)
+            call.read(values.queries, k, d_scores, states, d_q, by_value=True)
         if wanted[1]:
-            passes.read(values.writes, q, None, d_scores, d_states, d_k, by_value=True, transposed=True)
+            call.read(values.keys, q, d_scores, d_states, d_k, by_value=True, transposed=True)
     elif plan.share > 1:
-        passes.walk(q, d_output, g, None, d_final, d_states, d_initial, transposed=transposed, backward=True)
+        d_states, d_initial = call.walk(q, d_output, None, d_last, backward=True)
         if wanted[2]:
-            passes.read(k, d_output, g, scores, d_states, d_v, transposed=True)
+            call.read(k, d_output, scores, d_states, d_v, transposed=True)
         if wanted[0]:
-            passes.differentiate_group((q, k, d_output, v, g), states, d_states, (d_q, d_k, d_g))
+            call.differentiate_group(d_output, states, d_states, (d_q, d_k, d_g))
     else:
-        keys = passes.decay(q, k, g) if g is not None and plan.gate == "key" else None
-        tiles = plan.tiles(plan.value_dim)
-        sides = _allocate_tiles(plan, d_output, tiles), _allocate_tiles(plan, v, tiles)
+        keys = call.decay(q, k, g) if g is not None and plan.gate == "key" else None
+        tiles = plan.tokens(d_output, plan.tiles(plan.value_dim)), plan.tokens(v, plan.tiles(plan.value_dim))
         differentiated = wanted[0] or wanted[1]
-        d_scores = None
         if differentiated or plan.reads_in_walk:
-            d_scores = passes.score(d_output, v, g if plan.gate == "head" else None, sides)
-        ends = {"transposed": transposed, "backward": True}
-        if keys is None:
-            passes.walk(q, d_output, g, None, d_final, d_states, d_initial, **ends)
-            if wanted[2]:
-                passes.read(k, d_output, g, scores, d_states, d_v, transposed=True)
-        elif plan.reads_in_walk:
-            segments = passes.summarize(keys.reads, d_output, g, keys.whole, d_initial, backward=True)
-            passes.walk_and_read(keys, sides[0], scores, d_final, segments, d_states, d_initial, d_v, save=True, **ends)
+            d_scores = call.score(d_output, v, tiles)
+        if keys is not None and plan.reads_in_walk:
+            d_states, d_initial = call.walk_and_read(keys, d_output, scores, d_last, d_v, tiles=tiles[0])
         else:
-            passes.walk(keys.reads, d_output, g, keys.whole, d_final, d_states, d_initial, **ends)
+            queries, side, whole = (q, k, None) if keys is None else (keys.queries, keys.keys, keys.whole)
+            d_states, d_initial = call.walk(queries, d_output, whole, d_last, backward=True)
             if wanted[2]:
-                passes.read(keys.writes, d_output, g, scores, d_states, d_v, transposed=True)
+                call.read(side, d_output, scores, d_states, d_v, transposed=True)
         if differentiated:
-            assert d_scores is not None
-            passes.differentiate(
-                q, k, *sides, g, keys, d_scores, states, d_states,
-                d_q if wanted[0] else None, d_k if wanted[1] else None, d_g,
-            )  # fmt: skip
+            gradients = d_q if wanted[0] else None, d_k if wanted[1] else None, d_g
+            call.differentiate(q, k, *tiles, keys, d_scores, states, d_states, gradients)
     return d_q, d_k, d_v, _add_up(d_g, g), _add_up(d_g_value, g_value), d_initial
 
 
 @linear_attention_backward.register_fake
 def _(q, k, v, g, g_value, cu_seqlens, kept, d_output, d_final, scale, reverse, precise, transposed, wanted):
-    plan = _plan(q, v, g, g_value, cu_seqlens, precise)
+    plan = _plan(Inputs(q, k, v, g, g_value), cu_seqlens, precise)
     gates = (q.new_empty((0,)) if x is None else x.new_empty(x.shape) for x in (g, g_value))
     gradients = _allocate_gradients(q, k, v, _find_needed(plan, g, g_value, wanted))
-    return *gradients, *gates, _allocate_state(plan, v, transposed)
+    return *gradients, *gates, plan.state(v, transposed)
 
 
 def _find_needed(plan: _Plan, g: Tensor | None, g_value: Tensor | None, wanted: list[bool]) -> list[bool]:
@@ -734,16 +625,13 @@ def linear_attention_triton(
     if g_value is not None or (g is not None and g.dim() == 4):
         q, k = repeat_keys(q, k, v)
     precise = v.dtype.itemsize > 2  # v decides, as for the output; a feature map may give float32 keys and queries
-    o, final = run_linear_attention(q, k, v, g, g_value, initial_state, cu_seqlens, scale, reverse, precise=precise)
+    inputs = Inputs(q, k, v, g, g_value)
+    o, final = run_linear_attention(inputs, initial_state, cu_seqlens, scale, reverse, precise=precise)
     return o, final if output_final_state else None
 
 
 def run_linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    g_value: Tensor | None,
+    inputs: Inputs,
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     scale: float,
@@ -754,17 +642,8 @@ def run_linear_attention(
     output_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`linear_attention` above with gradients saved where needed; `output_dtype` is v's type unless given."""
-    tensors = (q, k, v, g, g_value, initial_state)
-    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(q.device)
-    output_dtype = v.dtype if output_dtype is None else output_dtype
-    o, final, *_ = linear_attention(
-        *(q, k, v, g, g_value, initial_state, cu_seqlens),
-        float(scale),
-        number_of(reverse),
-        precise,
-        transposed,
-        output_dtype,
-        save,
-    )
+    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*inputs, initial_state))
+    cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(inputs.q.device)
+    options = float(scale), number_of(reverse), precise, transposed, output_dtype or inputs.v.dtype, save
+    o, final, *_ = linear_attention(*inputs, initial_state, cu_seqlens, *options)
     return o, final

@@ -75,16 +75,16 @@ def orthogonal_recurrence_chunk(
 
     def core(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
         state = normalise_columns(state) if unit else state
-        arguments = (*sequences, state, objective, unit, scale, chunk_size)
+        options = (state, objective, unit, scale, chunk_size)
         if torch.jit.is_tracing():
-            return _scripted(*arguments)
+            return _scripted(*sequences, *options)
         if is_exporting():
-            return _exported(*arguments)
+            return _exported(Inputs(*sequences), *options)
         if chunk_size == 1:
             # The loop over tokens makes T a constant of a compiled graph, which torch 2.11 must learn before apply.
             operator.index(q.shape[1])
         refuse_transforms()
-        return _OrthogonalRecurrence.apply(*arguments)
+        return _OrthogonalRecurrence.apply(*sequences, *options)
 
     return run_recurrence(
         core,
@@ -99,23 +99,24 @@ def orthogonal_recurrence_chunk(
     )
 
 
+class Inputs(NamedTuple):
+    """The sequences of a call, [B, T, H, ...]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gamma: Tensor
+    g: Tensor | None
+    threshold: Tensor | None
+
+
 def _exported(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gamma: Tensor,
-    g: Tensor | None,
-    threshold: Tensor | None,
-    state: Tensor,
-    objective: str,
-    unit: bool,
-    scale: float,
-    chunk_size: int,
+    inputs: Inputs, state: Tensor, objective: str, unit: bool, scale: float, chunk_size: int
 ) -> tuple[Tensor, Tensor]:
     """The form for torch.export: one Scan over tokens or chunks."""
-    batch, tokens, heads, _ = q.shape
+    batch, tokens, heads, _ = inputs.q.shape
     chunks = tokens if chunk_size == 1 else (tokens + 2 * chunk_size - 1) // chunk_size
-    xs = _split(q, k, v, gamma, g, threshold, scale, state.dtype, chunks, chunk_size)
+    xs = _split(inputs, scale, state.dtype, chunks, chunk_size)
     step, _ = _forms(chunk_size)
 
     def turn(state: Tensor, *xs: Tensor) -> list[Tensor]:
@@ -143,9 +144,8 @@ def _scripted(
     """The form for torch.jit.trace: sizes and the loop stay dynamic in the traced graph."""
     batch, tokens, heads = q.shape[0], q.shape[1], q.shape[2]
     chunks = (tokens + chunk_size - 1) // chunk_size
-    query, key, value, strength, gate, shrink = _split(
-        q, k, v, gamma, g, threshold, scale, state.dtype, chunks, chunk_size
-    )
+    inputs = Inputs(q, k, v, gamma, g, threshold)
+    query, key, value, strength, gate, shrink = _split(inputs, scale, state.dtype, chunks, chunk_size)
     running = state.flatten(0, 1)
     outputs: list[Tensor] = []
     for i in range(chunks):
@@ -184,7 +184,7 @@ class _OrthogonalRecurrence(torch.autograd.Function):
         batch, tokens, heads, _ = q.shape
         chunk_size = min(chunk_size, tokens)
         chunks = -(-tokens // chunk_size)
-        xs = _split(q, k, v, gamma, g, threshold, scale, state.dtype, chunks, chunk_size)
+        xs = _split(Inputs(q, k, v, gamma, g, threshold), scale, state.dtype, chunks, chunk_size)
         step, _ = _forms(chunk_size)
         running, every, kept, outputs = state.flatten(0, 1), balanced_chunk_size(chunks), [], []
         for i in range(chunks):
@@ -227,7 +227,7 @@ def _backward(
     q, k, v, gamma, g, threshold, kept = saved
     q = k if q is None else q  # any tensor of its shape: what it gives is not read
     chunks = -(-q.shape[1] // chunk_size)
-    xs = _split(q, k, v, gamma, g, threshold, scale, kept.dtype, chunks, chunk_size)
+    xs = _split(Inputs(q, k, v, gamma, g, threshold), scale, kept.dtype, chunks, chunk_size)
     d_chunks = split_chunks(d_output, kept.dtype, chunks, chunk_size)
     step, step_backward = _forms(chunk_size)
     d_state, every, grads = d_final.flatten(0, 1), balanced_chunk_size(chunks), []
@@ -267,21 +267,13 @@ def _at(xs: tuple[Tensor | None, ...], i: int) -> list[Tensor]:
 
 
 def _split(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gamma: Tensor,
-    g: Tensor | None,
-    threshold: Tensor | None,
-    scale: float,
-    dtype: torch.dtype,
-    chunks: int,
-    chunk_size: int,
+    inputs: Inputs, scale: float, dtype: torch.dtype, chunks: int, chunk_size: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Chunked scale q, k, v, gamma, gate and gamma times threshold [n, R, C, M or D or 1], R = B * H.
 
     The gate is g in chunks of several tokens and its exponential, the decay itself, in those of one.
     """
+    q, k, v, gamma, g, threshold = inputs  # TorchScript narrows the types of variables only
     query = split_chunks(q, dtype, chunks, chunk_size)
     strength = split_chunks(gamma.unsqueeze(-1), dtype, chunks, chunk_size)
     gate = torch.zeros_like(strength) if g is None else split_chunks(g.unsqueeze(-1), dtype, chunks, chunk_size)
@@ -450,6 +442,18 @@ def _normalise_backward_(d_normalised: Tensor, normalised: Tensor, norms: Tensor
     return d_normalised.addcmul_(normalised, along, value=-1).div_(norms)
 
 
+class _Chunk(NamedTuple):
+    """h [R, C, D], c, a, x and W x [R, C, M], and the decays W [R, C, C] and b [R, C, 1]."""
+
+    h: Tensor
+    c: Tensor
+    a: Tensor
+    x: Tensor
+    w_x: Tensor
+    w: Tensor
+    b: Tensor
+
+
 def _chunk(
     state: Tensor, objective: str, unit: bool, q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, g: Tensor
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
@@ -458,17 +462,17 @@ def _chunk(
     h, c, a = _writes(objective, slots, k, v, gamma)
     if lengths is not None:
         c = c / lengths
-    decay, since, removed = decay_matrix(g), g.cumsum(-2).exp(), a * c
-    gone = torch.bmm(decay, removed)
-    parts = [h, c, a, decay, since, removed, gone]
+    w, b, x = decay_matrix(g), g.cumsum(-2).exp(), a * c
+    w_x = torch.bmm(w, x)
+    parts = [h, c, a, x, w_x, w, b]
     if unit:
-        squared, mended, onto, added = _squared_norms(slots, h, c, a, removed, gone, decay, since)
+        squared, mended, f, added = _squared_norms(slots, _Chunk(h, c, a, x, w_x, w, b))
         q = q * mended.rsqrt()
-        parts += [squared, mended, onto, added]
-    output = torch.bmm(decay * torch.bmm(q, c.transpose(-1, -2)), h)
-    output = output + since * torch.bmm(q, state.transpose(-1, -2)) - torch.bmm(q * gone, slots.transpose(-1, -2))
-    last = decay[:, -1:].transpose(-1, -2)
-    state = torch.baddbmm(state * since[:, -1:] - slots * gone[:, -1:], h.transpose(-1, -2), last * c)
+        parts += [squared, mended, f, added]
+    output = torch.bmm(w * torch.bmm(q, c.transpose(-1, -2)), h)
+    output = output + b * torch.bmm(q, state.transpose(-1, -2)) - torch.bmm(q * w_x, slots.transpose(-1, -2))
+    last = w[:, -1:].transpose(-1, -2)
+    state = torch.baddbmm(state * b[:, -1:] - slots * w_x[:, -1:], h.transpose(-1, -2), last * c)
     if unit:
         norms = column_norms(state)
         state = state / norms
@@ -476,24 +480,23 @@ def _chunk(
     return output, state, parts
 
 
-def _squared_norms(
-    slots: Tensor, h: Tensor, c: Tensor, a: Tensor, removed: Tensor, gone: Tensor, decay: Tensor, since: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _squared_norms(slots: Tensor, chunk: _Chunk) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """N [R, C, M] after each token, what is divided by in its place, F, and what each token adds to N.
 
     Where the terms of N cancel, it is nothing but their rounding, of either sign. It is then replaced by the size of
     that rounding: a division by N gave outputs of any size.
     """
-    pairs, squares = decay * torch.bmm(h, h.transpose(-1, -2)), (h * h).sum(-1, keepdim=True)
-    onto = torch.bmm(pairs, c) - a * gone
-    added = c * (2 * onto - squares * c + a * removed)
-    own = since * torch.where(_empty(slots), 2 * gone, since)
-    kept = decay * decay
-    squared = torch.bmm(kept, added) + own
+    h, c, a, x, w_x, w, b = chunk
+    pairs, h_squared = w * torch.bmm(h, h.transpose(-1, -2)), (h * h).sum(-1, keepdim=True)
+    f = torch.bmm(pairs, c) - a * w_x
+    added = c * (2 * f - h_squared * c + a * x)
+    own = b * torch.where(_empty(slots), 2 * w_x, b)
+    w_squared = w * w
+    squared = torch.bmm(w_squared, added) + own
     size = c.abs()
-    terms = size * (2 * (torch.bmm(pairs.abs(), size) + (a * gone).abs()) + squares * size + (a * removed).abs())
+    terms = size * (2 * (torch.bmm(pairs.abs(), size) + (a * w_x).abs()) + h_squared * size + (a * x).abs())
     epsilon = 2.0**-23 if h.dtype == torch.float32 else 2.0**-52
-    return squared, mend_squares(torch.maximum(squared, epsilon * torch.bmm(kept, terms))), onto, added
+    return squared, mend_squares(torch.maximum(squared, epsilon * torch.bmm(w_squared, terms))), f, added
 
 
 def _empty(slots: Tensor) -> Tensor:
@@ -510,16 +513,17 @@ def _chunk_backward(
 
     None for those that are not wanted but for that of the state.
     """
-    h, c, a, decay, since, removed, gone, *norms = parts
+    chunk, norms = _Chunk(*parts[:7]), parts[7:]
+    h, c, a, x, w_x, w, b = chunk
     slots, lengths = _slots(before, objective, unit)
     into_slots, d_weights = torch.bmm(d_output, slots), torch.bmm(d_output, h.mT)
     into_state = into_slots if before is slots else torch.bmm(d_output, before)
-    d_products, read = d_weights * decay, q
+    d_products, read = d_weights * w, q
     d_q: Any = None
     if wanted.q or unit:
-        d_q = torch.bmm(d_products, c) + since * into_state - gone * into_slots
+        d_q = torch.bmm(d_products, c) + b * into_state - w_x * into_slots
     if unit:
-        squared, mended, onto, added, lengths_after = norms
+        squared, mended, f, added, lengths_after = norms
         d_q = d_q * mended.rsqrt()
     if not wanted.through_states:
         return [d_after, d_q, None, None, None, None, None]
@@ -527,22 +531,19 @@ def _chunk_backward(
         d_after = _normalise_backward_(d_after.clone(), after, lengths_after)
         read = q * mended.rsqrt()
     needs_h = _needs_directions(wanted, objective)
-    d_h, d_c, d_gone, d_decay, d_since, d_state, d_slots = _products_backward(
-        needs_h, wanted.g, before, slots, h, c, decay, since, gone, read, d_output, d_after,
-        into_state, into_slots, d_weights, d_products,
-    )  # fmt: skip
-    d_a, d_removed = torch.zeros_like(a), torch.zeros_like(a)
+    d_h, d_c, d_w_x, d_w, d_b, d_state, d_slots = _products_backward(
+        needs_h, wanted.g, before, slots, chunk, read, d_output, d_after, into_state, into_slots, d_weights, d_products
+    )
+    d_a, d_x = torch.zeros_like(a), torch.zeros_like(a)
     if unit:
         d_squared = torch.where(mended == squared, -0.5 * d_q * q / mended, 0.0)
-        d_norms = _squared_norms_backward(
-            needs_h, wanted.g, slots, h, c, a, removed, gone, decay, since, onto, added, d_squared
-        )
-        for total, part in zip((d_h, d_c, d_a, d_removed, d_gone, d_decay, d_since), d_norms, strict=True):
+        d_norms = _squared_norms_backward(needs_h, wanted.g, slots, chunk, f, added, d_squared)
+        for total, part in zip((d_h, d_c, d_a, d_x, d_w_x, d_w, d_b), d_norms, strict=True):
             if total is not None:
                 total += part
-    d_removed += torch.bmm(decay.mT, d_gone)
-    d_c.addcmul_(d_removed, a)
-    d_a.addcmul_(d_removed, c)
+    d_x += torch.bmm(w.mT, d_w_x)
+    d_c.addcmul_(d_x, a)
+    d_a.addcmul_(d_x, c)
     if lengths is not None:
         d_c = d_c / lengths
     d_inputs = _writes_backward(wanted, objective, slots, k, v, gamma, h, a, d_h, d_c, d_a, d_slots)
@@ -550,59 +551,58 @@ def _chunk_backward(
         d_slots = _slots_backward(slots, lengths, d_slots, -(d_c * c).sum(-2, keepdim=True))
     d_g = None
     if wanted.g:
-        d_decay += torch.bmm(d_gone, removed.mT)
-        d_g = decay_matrix_backward(d_decay * decay) + reverse_cumsum(d_since * since)
+        d_w += torch.bmm(d_w_x, x.mT)
+        d_g = decay_matrix_backward(d_w * w) + reverse_cumsum(d_b * b)
     return [d_state + d_slots, d_q if wanted.q else None, *d_inputs, d_g, None]
 
 
 def _products_backward(
-    wants_h: bool, wants_decays: bool,
-    state: Tensor, slots: Tensor, h: Tensor, c: Tensor, decay: Tensor, since: Tensor, gone: Tensor, read: Tensor,
-    d_output: Tensor, d_after: Tensor, into_state: Tensor, into_slots: Tensor, d_weights: Tensor, d_products: Tensor,
+    wants_h: bool, wants_decays: bool, state: Tensor, slots: Tensor, chunk: _Chunk, read: Tensor, d_output: Tensor,
+    d_after: Tensor, into_state: Tensor, into_slots: Tensor, d_weights: Tensor, d_products: Tensor,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Gradients of h, c, W x, W, b, state and slots from those of the output and of the state before N.
 
     None for those of h and of the decays W and b, where they are not wanted.
     """
-    last = decay[:, -1:].mT
+    h, c, _, _, w_x, w, b = chunk
+    last = w[:, -1:].mT
     written, products = torch.bmm(h, d_after), torch.bmm(read, c.mT)
-    d_h = d_decay = d_since = None
+    d_h = d_w = d_b = None
     if wants_h:
-        d_h = torch.baddbmm(last * torch.bmm(c, d_after.mT), (decay * products).mT, d_output)
+        d_h = torch.baddbmm(last * torch.bmm(c, d_after.mT), (w * products).mT, d_output)
     d_c = torch.baddbmm(last * written, d_products.mT, read)
-    d_state = torch.baddbmm(d_after * since[:, -1:], (since * d_output).mT, read)
-    d_slots = torch.baddbmm(-d_after * gone[:, -1:], d_output.mT, read * gone, alpha=-1)
-    d_gone = -into_slots * read
-    d_gone[:, -1:] -= (d_after * slots).sum(-2, keepdim=True)
+    d_state = torch.baddbmm(d_after * b[:, -1:], (b * d_output).mT, read)
+    d_slots = torch.baddbmm(-d_after * w_x[:, -1:], d_output.mT, read * w_x, alpha=-1)
+    d_w_x = -into_slots * read
+    d_w_x[:, -1:] -= (d_after * slots).sum(-2, keepdim=True)
     if wants_decays:
-        d_decay = d_weights * products
-        d_decay[:, -1] += (written * c).sum(-1)
-        d_since = (into_state * read).sum(-1, keepdim=True)
-        d_since[:, -1:] += (d_after * state).sum((-2, -1), keepdim=True)
-    return d_h, d_c, d_gone, d_decay, d_since, d_state, d_slots
+        d_w = d_weights * products
+        d_w[:, -1] += (written * c).sum(-1)
+        d_b = (into_state * read).sum(-1, keepdim=True)
+        d_b[:, -1:] += (d_after * state).sum((-2, -1), keepdim=True)
+    return d_h, d_c, d_w_x, d_w, d_b, d_state, d_slots
 
 
 def _squared_norms_backward(
-    wants_h: bool, wants_decays: bool,
-    slots: Tensor, h: Tensor, c: Tensor, a: Tensor, removed: Tensor, gone: Tensor, decay: Tensor, since: Tensor,
-    onto: Tensor, added: Tensor, d_squared: Tensor,
-) -> tuple[Any, ...]:  # fmt: skip
+    wants_h: bool, wants_decays: bool, slots: Tensor, chunk: _Chunk, f: Tensor, added: Tensor, d_squared: Tensor
+) -> tuple[Any, ...]:
     """Gradients of h, c, a, x, W x, W and b from that of N; None for those of h, W and b where they are not wanted."""
+    h, c, a, x, w_x, w, b = chunk
     gram = torch.bmm(h, h.mT)
-    d_added = torch.bmm((decay * decay).mT, d_squared)
-    d_onto = 2 * d_added * c
-    d_removed = d_added * c
-    d_h = d_decay = d_since = None
+    d_added = torch.bmm((w * w).mT, d_squared)
+    d_f = 2 * d_added * c
+    d_x = d_added * c
+    d_h = d_w = d_b = None
     if wants_h or wants_decays:
-        d_pairs = torch.bmm(d_onto, c.mT)
+        d_pairs = torch.bmm(d_f, c.mT)
     if wants_h:
-        d_gram = d_pairs * decay
-        d_h = torch.bmm(d_gram + d_gram.mT, h) - 2 * h * (d_removed * c).sum(-1, keepdim=True)
-    d_c = d_added * (2 * onto - 2 * (h * h).sum(-1, keepdim=True) * c + a * removed)
-    d_c = torch.baddbmm(d_c, (decay * gram).mT, d_onto)
+        d_gram = d_pairs * w
+        d_h = torch.bmm(d_gram + d_gram.mT, h) - 2 * h * (d_x * c).sum(-1, keepdim=True)
+    d_c = d_added * (2 * f - 2 * (h * h).sum(-1, keepdim=True) * c + a * x)
+    d_c = torch.baddbmm(d_c, (w * gram).mT, d_f)
     empty = _empty(slots)
     if wants_decays:
-        d_decay = d_pairs * gram + 2 * decay * torch.bmm(d_squared, added.mT)
-        d_since = 2 * (d_squared * torch.where(empty, gone, since)).sum(-1, keepdim=True)
-    d_gone = torch.where(empty, 2 * since * d_squared, 0.0) - d_onto * a
-    return d_h, d_c, d_removed * removed - d_onto * gone, d_removed * a, d_gone, d_decay, d_since
+        d_w = d_pairs * gram + 2 * w * torch.bmm(d_squared, added.mT)
+        d_b = 2 * (d_squared * torch.where(empty, w_x, b)).sum(-1, keepdim=True)
+    d_w_x = torch.where(empty, 2 * b * d_squared, 0.0) - d_f * a
+    return d_h, d_c, d_x * x - d_f * w_x, d_x * a, d_w_x, d_w, d_b

@@ -83,9 +83,9 @@ def column_norms(state: Tensor) -> Tensor:
     return mend_squares((state * state).sum(-2, keepdim=True)).sqrt()
 
 
-def mend_squares(squares: Tensor) -> Tensor:
+def mend_squares(x: Tensor) -> Tensor:
     """Squared lengths; one for lengths up to 1e-12, because a zero vector cannot be normalised."""
-    return F.threshold(squares, 1e-24, 1.0)
+    return F.threshold(x, 1e-24, 1.0)
 
 
 def normalise_columns(state: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Chunks of the orthogonal recurrence forward in Triton. Formulas and names are those of chunk.py: H, c, a, x, W, b, N.
+"""Chunks of the orthogonal recurrence forward in Triton. Letters are those of chunk.py: H, c, a, x, W, b, N and F.
 
 `advance_chunks` loops over the chunks of one head of one sequence with the state in registers. It needs no a, because
 the part that is removed from a slot is that of the update along the slot itself, φᵀ U with U = Σ_s W_Cs h_s c_sᵀ. So a
@@ -20,11 +20,10 @@ import triton.language as tl
 from longseq.kernels.orthogonal_recurrence.triton_tokens import reciprocal_root
 from longseq.kernels.triton_tiles import (
     SIZES_AND_STRIDES,
-    chunk,
-    decay_between,
     decay_since,
     decay_until,
     direction,
+    find_chunk,
     load_block,
     load_numbers,
     load_tokens,
@@ -34,7 +33,7 @@ from longseq.kernels.triton_tiles import (
     token_after,
 )
 
-UNSPECIALISED = [*SIZES_AND_STRIDES, "sequences", "slot_of_finals", "gamma_row", "gamma_token", "gamma_head"]
+UNSPECIALISED = [*SIZES_AND_STRIDES, "sequences", "slot_of_finals", "gamma_token"]
 
 
 @triton.jit
@@ -99,17 +98,17 @@ def decoded(z, v):
 
 
 @triton.jit
-def log_gates(g, g_token, live, GATED: tl.constexpr, BLOCK_C: tl.constexpr):
+def log_gates(g, g_token, live, BLOCK_C: tl.constexpr):
     """The log gates of a chunk, [C]; zeros without gates."""
-    if GATED:
+    if g is not None:
         return load_numbers(g, g_token, live, BLOCK_C)
     return tl.zeros((BLOCK_C,), tl.float32)
 
 
 @triton.jit
-def decays_until_end(g, g_token, live, GATED: tl.constexpr, BLOCK_C: tl.constexpr):
+def decays_until_end(g, g_token, live, BLOCK_C: tl.constexpr):
     """Decays from each token, exclusive, to the end of the chunk, [C]."""
-    if GATED:
+    if g is not None:
         return decay_until(g, g_token, live, BLOCK_C)
     return tl.zeros((BLOCK_C,), tl.float32) + 1.0
 
@@ -121,13 +120,11 @@ def place_chunk(done, start, end, REVERSE: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def numbers_of_chunk(
-    gamma, g, gamma_token, g_token, first, live, NEXT, GATED: tl.constexpr, BLOCK_C: tl.constexpr
-):  # fmt: skip
+def numbers_of_chunk(gamma, g, gamma_token, g_token, first, live, NEXT, BLOCK_C: tl.constexpr):
     """For each token its strength times its decay to the end of the chunk, [C]; and the decay over the whole chunk."""
     weight = load_numbers(gamma + first * gamma_token, gamma_token * NEXT, live, BLOCK_C)
     whole = tl.full((), 1.0, tl.float32)
-    if GATED:
+    if g is not None:
         weight *= decay_until(g + first * g_token, g_token * NEXT, live, BLOCK_C)
         whole = tl.exp(tl.sum(load_numbers(g + first * g_token, g_token * NEXT, live, BLOCK_C), 0))
     return weight, whole
@@ -154,11 +151,11 @@ def load_outside(base, first, D: tl.constexpr, M: tl.constexpr, BLOCK_D: tl.cons
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def advance_chunks(
-    k, v, gamma, g, initial, cu_seqlens, states, found, lengths, shares, final, T, H, slot_of_finals,
-    k_row, k_token, k_head, v_row, v_token, v_head, gamma_row, gamma_token, gamma_head, g_row, g_token, g_head,
-    D: tl.constexpr, M: tl.constexpr, OBJECTIVE: tl.constexpr, UNIT: tl.constexpr, GATED: tl.constexpr,
-    PACKED: tl.constexpr, REVERSE: tl.constexpr, SAVE: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
+    k, v, gamma, g, initial, cu_seqlens, states, h_or_a, lengths, phi_u, final, T, H, slot_of_finals,
+    k_token, v_token, gamma_token, g_token,
+    D: tl.constexpr, M: tl.constexpr, OBJECTIVE: tl.constexpr, UNIT: tl.constexpr, REVERSE: tl.constexpr,
+    SAVE: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """BLOCK slots of one head of one sequence: for each chunk, the state before it and H ("encode": a).
 
@@ -169,15 +166,16 @@ def advance_chunks(
     ALONE: tl.constexpr = OBJECTIVE == "encode" or OBJECTIVE == "similarity"
     blocks: tl.constexpr = (M + BLOCK - 1) // BLOCK
     column = tl.program_id(0) % blocks * BLOCK
-    head = (tl.program_id(0) // blocks % H).to(tl.int64)
+    head = tl.program_id(0) // blocks % H
     n = (tl.program_id(0) // blocks // H).to(tl.int64)
-    row, start, end, slot = sequence(n, T, cu_seqlens, PACKED, CHUNK)
+    row, start, end, slot = sequence(n, T, cu_seqlens, cu_seqlens is not None, CHUNK)
     NEXT = direction(REVERSE)
-    k += row * k_row + head * k_head
-    v += row * v_row + head * v_head
-    gamma += row * gamma_row + head * gamma_head
-    if GATED:
-        g += row * g_row + head * g_head
+    start, end = row * T + start, row * T + end
+    k += head * M
+    v += head * D
+    gamma += head
+    if g is not None:
+        g += head
     chunks = tl.cdiv((end - start).to(tl.int32), CHUNK)
 
     corner = (n * H + head) * D * M
@@ -186,7 +184,7 @@ def advance_chunks(
         # The state of an empty segment is returned as it is, not normalised.
         state *= tl.where(chunks > 0, reciprocal_root(of_slots(state * state)), 1.0)
     first, live = place_chunk(0, start, end, REVERSE, CHUNK)
-    weight, whole = numbers_of_chunk(gamma, g, gamma_token, g_token, first, live, NEXT, GATED, BLOCK_C)
+    weight, whole = numbers_of_chunk(gamma, g, gamma_token, g_token, first, live, NEXT, BLOCK_C)
     for m in tl.range(0, chunks, num_stages=STAGES):
         place = (slot + m) * H + head
         first, live = place_chunk(m * CHUNK, start, end, REVERSE, CHUNK)
@@ -194,9 +192,7 @@ def advance_chunks(
         goal = load_side(k, v, k_token, v_token, first, live, NEXT, column, not ALONE, D, M, BLOCK_C, BLOCK_D, BLOCK)
         # Loaded one step early: the compiler does not prefetch strided numbers of 16 bits.
         following, live = place_chunk(tl.minimum(m + 1, chunks - 1) * CHUNK, start, end, REVERSE, CHUNK)
-        next_weight, next_whole = numbers_of_chunk(
-            gamma, g, gamma_token, g_token, following, live, NEXT, GATED, BLOCK_C
-        )
+        next_weight, next_whole = numbers_of_chunk(gamma, g, gamma_token, g_token, following, live, NEXT, BLOCK_C)
 
         store_block(states + place * D * M, column, 0, state, M, D, BLOCK, BLOCK_D)
         r = slot_lengths(state, OBJECTIVE, UNIT)
@@ -206,25 +202,25 @@ def advance_chunks(
             if OBJECTIVE == "encode":
                 answer = precise_product(slots, tl.trans(source), False, DTYPE)
                 error -= answer
-                store_block(found + place * CHUNK * M, column, 0, answer, M, CHUNK, BLOCK, BLOCK_C)
-            offered = precise_product(error * weight[None, :], source, False, DTYPE) * r
+                store_block(h_or_a + place * CHUNK * M, column, 0, answer, M, CHUNK, BLOCK, BLOCK_C)
+            u = precise_product(error * weight[None, :], source, False, DTYPE) * r
         else:
             answer = precise_product(source, slots, True, DTYPE)
             error = goal.to(tl.float32)
             if OBJECTIVE == "ttt":
-                unit, shrinkage, along = decoded(answer, error)
-                error = (error - unit * along) * shrinkage
+                unit, shrinkage, component = decoded(answer, error)
+                error = (error - unit * component) * shrinkage
             else:
                 error -= answer
-            store_block(found + place * CHUNK * D, 0, 0, error, CHUNK, D, BLOCK_C, BLOCK_D)
-            offered = precise_product(tl.trans(source), error * weight[:, None], True, DTYPE) * r
+            store_block(h_or_a + place * CHUNK * D, 0, 0, error, CHUNK, D, BLOCK_C, BLOCK_D)
+            u = precise_product(tl.trans(source), error * weight[:, None], True, DTYPE) * r
         if OBJECTIVE == "ttt":
-            state = state * whole + offered
+            state = state * whole + u
         else:
-            share = of_slots(slots * offered)
-            state = state * whole + (offered - slots * share)
+            along = of_slots(slots * u)
+            state = state * whole + (u - slots * along)
             if SAVE:
-                store_numbers(shares + place * M, share, column, M, BLOCK)
+                store_numbers(phi_u + place * M, along, column, M, BLOCK)
         if UNIT:
             shorter = reciprocal_root(of_slots(state * state))
             state *= shorter
@@ -239,52 +235,35 @@ def advance_chunks(
 
 
 @triton.jit
-def weights_of_chunk(gate, STRICT: tl.constexpr, GATED: tl.constexpr, BLOCK_C: tl.constexpr):
-    """W [t, s], the decays from each token s to each later token t; STRICT without the diagonal."""
+def weights_of_chunk(
+    gate, TRANSPOSED: tl.constexpr, STRICT: tl.constexpr, GATED: tl.constexpr, BLOCK_C: tl.constexpr
+):  # fmt: skip
+    """W [t, s], the decays from each token s to each later token t, or TRANSPOSED; STRICT without the diagonal."""
     i = tl.arange(0, BLOCK_C)
+    t, s = i[:, None], i[None, :]
+    if TRANSPOSED:
+        t, s = i[None, :], i[:, None]
     REACH: tl.constexpr = 1 if STRICT else 0
-    lower = i[:, None] >= i[None, :] + REACH
+    later = t >= s + REACH
     if GATED:
-        return tl.where(lower, decay_between(gate, BLOCK_C), 0.0)
-    return tl.where(lower, 1.0, 0.0)
+        terms = tl.where(t > s, gate[None, :] if TRANSPOSED else gate[:, None], 0.0)
+        return tl.where(later, tl.exp(tl.cumsum(terms, 1 if TRANSPOSED else 0)), 0.0)
+    return tl.where(later, 1.0, 0.0)
 
 
 @triton.jit
-def weights_transposed(gate, STRICT: tl.constexpr, GATED: tl.constexpr, BLOCK_C: tl.constexpr):
-    """W transposed, [s, t]; STRICT without the diagonal."""
-    i = tl.arange(0, BLOCK_C)
-    REACH: tl.constexpr = 1 if STRICT else 0
-    upper = i[None, :] >= i[:, None] + REACH
-    if GATED:
-        terms = tl.where(i[None, :] > i[:, None], gate[None, :], 0.0)
-        return tl.where(upper, tl.exp(tl.cumsum(terms, 1)), 0.0)
-    return tl.where(upper, 1.0, 0.0)
-
-
-@triton.jit
-def weigh(x, gate, DIAGONAL: tl.constexpr, GATED: tl.constexpr, BLOCK_C: tl.constexpr):
-    """x ⊙ W [t, s], with its diagonal multiplied by DIAGONAL."""
+def weigh(
+    x, gate, TRANSPOSED: tl.constexpr, DIAGONAL: tl.constexpr, GATED: tl.constexpr, BLOCK_C: tl.constexpr
+):  # fmt: skip
+    """x ⊙ W for x [t, s] or TRANSPOSED [s, t], with its diagonal multiplied by DIAGONAL."""
     i = tl.arange(0, BLOCK_C)
     if GATED:
-        x *= weights_of_chunk(gate, False, GATED, BLOCK_C)
+        x *= weights_of_chunk(gate, TRANSPOSED, False, GATED, BLOCK_C)
     else:
-        x = tl.where(i[:, None] >= i[None, :], x, 0.0)
+        x = tl.where(i[None, :] >= i[:, None] if TRANSPOSED else i[:, None] >= i[None, :], x, 0.0)
     if DIAGONAL != 1.0:
         x = tl.where(i[:, None] == i[None, :], x * DIAGONAL, x)
     return x
-
-
-@triton.jit
-def weigh_transposed(x, gate, strength, DIAGONAL: tl.constexpr, GATED: tl.constexpr, BLOCK_C: tl.constexpr):
-    """x ⊙ W [s, t], with its diagonal multiplied by DIAGONAL and each row by the strength of its token s."""
-    i = tl.arange(0, BLOCK_C)
-    if GATED:
-        x *= weights_transposed(gate, False, GATED, BLOCK_C)
-    else:
-        x = tl.where(i[None, :] >= i[:, None], x, 0.0)
-    if DIAGONAL != 1.0:
-        x = tl.where(i[None, :] == i[:, None], x * DIAGONAL, x)
-    return x * strength[:, None]
 
 
 @triton.jit
@@ -296,28 +275,28 @@ def squared(weights, GATED: tl.constexpr):
 
 
 @triton.jit
-def load_directions(
-    v, v_token, live, found, place, D: tl.constexpr, OBJECTIVE: tl.constexpr, CHUNK: tl.constexpr,
+def load_h(
+    v, v_token, live, h_or_a, place, D: tl.constexpr, OBJECTIVE: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Hᵀ [D, C] in float32."""
     if OBJECTIVE == "encode" or OBJECTIVE == "similarity":
         h = load_tokens(v, v_token, live, 0, D, BLOCK_C, BLOCK_D)
     else:
-        h = load_block(found + place * CHUNK * D, 0, 0, CHUNK, D, BLOCK_C, BLOCK_D)
+        h = load_block(h_or_a + place * CHUNK * D, 0, 0, CHUNK, D, BLOCK_C, BLOCK_D)
     return tl.trans(h).to(tl.float32)
 
 
 @triton.jit
-def load_answers(
-    found, place, state, r, h_t, column, M: tl.constexpr, OBJECTIVE: tl.constexpr, PRECISION: tl.constexpr,
+def load_a(
+    h_or_a, place, state, r, h_t, column, M: tl.constexpr, OBJECTIVE: tl.constexpr, PRECISION: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """aᵀ [BLOCK, C] for a state [BLOCK, D] with reciprocal lengths r."""
     if OBJECTIVE == "ttt":
         a = tl.zeros((BLOCK, BLOCK_C), tl.float32)
     elif OBJECTIVE == "encode":
-        a = load_block(found + place * CHUNK * M, column, 0, M, CHUNK, BLOCK, BLOCK_C)
+        a = load_block(h_or_a + place * CHUNK * M, column, 0, M, CHUNK, BLOCK, BLOCK_C)
     else:
         a = product(state, h_t, PRECISION) * r
     return a
@@ -342,76 +321,71 @@ def empty(state):
 
 
 @triton.jit
-def squared_norms(c, a, removed, gone, onto, since, none, squares, PRECISION: tl.constexpr):
+def squared_norms(c, a, x, w_x, f, since, none, w_squared, PRECISION: tl.constexpr):
     """For N [M, C]: what each token adds to the squared norms, and the squared norms before that.
 
-    `squares` are W ⊙ W [s, t] without the diagonal. In `onto`, F, a token's own write counts half.
+    `w_squared` are W ⊙ W [s, t] without the diagonal. In `f`, F, a token's own write counts half.
     """
-    added = c * (2.0 * onto + a * removed)
-    own = since[None, :] * tl.where(none, 2.0 * gone, since[None, :])
-    return added, product(added, squares, PRECISION) + own
+    added = c * (2.0 * f + a * x)
+    own = since[None, :] * tl.where(none, 2.0 * w_x, since[None, :])
+    return added, product(added, w_squared, PRECISION) + own
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def read_out(
-    q, k, v, gamma, g, cu_seqlens, sequence_of, states, found, output, scale, T, H,
-    q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
-    gamma_row, gamma_token, gamma_head, g_row, g_token, g_head,
-    D: tl.constexpr, M: tl.constexpr, OBJECTIVE: tl.constexpr, UNIT: tl.constexpr, GATED: tl.constexpr,
-    PACKED: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
+    q, k, v, gamma, g, cu_seqlens, sequence_of, states, h_or_a, output, scale, T, H,
+    q_token, k_token, v_token, gamma_token, g_token,
+    D: tl.constexpr, M: tl.constexpr, OBJECTIVE: tl.constexpr, UNIT: tl.constexpr, REVERSE: tl.constexpr,
+    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The outputs of one chunk of one head, summed over BLOCK slots at a time."""
-    head = (tl.program_id(0) % H).to(tl.int64)
-    slot = (tl.program_id(0) // H).to(tl.int64)
-    place = slot * H + head
-    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
+    head, slot, token, live = find_chunk(tl.program_id(0), T, H, cu_seqlens, sequence_of, CHUNK, REVERSE)
     if live <= 0:
         return
+    place = slot * H + head
     live = tl.minimum(live, CHUNK)
     NEXT = direction(REVERSE)
-    q += row * q_row + start * q_token + head * q_head
-    k += row * k_row + start * k_token + head * k_head
-    v += row * v_row + start * v_token + head * v_head
-    gamma += row * gamma_row + start * gamma_token + head * gamma_head
+    q += token * q_token + head * M
+    k += token * k_token + head * M
+    v += token * v_token + head * D
+    gamma += token * gamma_token + head
     q_token *= NEXT
     k_token *= NEXT
     v_token *= NEXT
     gamma_token *= NEXT
+    GATED: tl.constexpr = g is not None
     if GATED:
-        g += row * g_row + start * g_token + head * g_head
+        g += token * g_token + head
         g_token *= NEXT
-    gate = log_gates(g, g_token, live, GATED, BLOCK_C)
+    gate = log_gates(g, g_token, live, BLOCK_C)
     since = decay_since(gate)
     strength = load_numbers(gamma, gamma_token, live, BLOCK_C)
-    h_t = load_directions(v, v_token, live, found, place, D, OBJECTIVE, CHUNK, BLOCK_C, BLOCK_D)
-    strict = weights_transposed(gate, True, GATED, BLOCK_C)
+    h_t = load_h(v, v_token, live, h_or_a, place, D, OBJECTIVE, CHUNK, BLOCK_C, BLOCK_D)
+    strict = weights_of_chunk(gate, True, True, GATED, BLOCK_C)
     if UNIT:
-        among = product(tl.trans(h_t), h_t, PRECISION)
-        among = weigh_transposed(among, gate, strength, 0.5, GATED, BLOCK_C)
+        pairs = product(tl.trans(h_t), h_t, PRECISION)
+        pairs = weigh(pairs, gate, True, 0.5, GATED, BLOCK_C) * strength[:, None]
     o = tl.zeros((BLOCK_D, BLOCK_C), tl.float32)
     products = tl.zeros((BLOCK_C, BLOCK_C), tl.float32)
     for e in range(0, M, BLOCK):
         state = load_block(states + place * D * M, e, 0, M, D, BLOCK, BLOCK_D)
         r = slot_lengths(state, OBJECTIVE, UNIT)
-        a = load_answers(found, place, state, r, h_t, e, M, OBJECTIVE, PRECISION, CHUNK, BLOCK_C, BLOCK)
+        a = load_a(h_or_a, place, state, r, h_t, e, M, OBJECTIVE, PRECISION, CHUNK, BLOCK_C, BLOCK)
         read = tl.trans(load_tokens(q, q_token, live, e, M, BLOCK_C, BLOCK)).to(tl.float32) * scale
         written = load_written(k, k_token, live, e, a, M, OBJECTIVE, BLOCK_C, BLOCK)
         stays = tl.zeros_like(read) + since[None, :]
         if OBJECTIVE != "ttt":
             c = written * strength[None, :] * r
-            removed = a * c
-            gone = product(removed, strict, PRECISION) + removed
-            stays -= gone * r
+            x = a * c
+            w_x = product(x, strict, PRECISION) + x
+            stays -= w_x * r
             if UNIT:
-                onto = product(written, among, PRECISION) - a * gone
-                added, before = squared_norms(
-                    c, a, removed, gone, onto, since, empty(state), squared(strict, GATED), PRECISION
-                )
+                f = product(written, pairs, PRECISION) - a * w_x
+                added, before = squared_norms(c, a, x, w_x, f, since, empty(state), squared(strict, GATED), PRECISION)
                 read *= reciprocal_root(added + before)
         products += product(tl.trans(written), read * r, PRECISION)
         o += product(tl.trans(state), read * stays, PRECISION)
-    products = weigh_transposed(products, gate, strength, 1.0, GATED, BLOCK_C)
+    products = weigh(products, gate, True, 1.0, GATED, BLOCK_C) * strength[:, None]
     o += product(h_t, products, PRECISION)
-    output += ((row * T + start) * H + head) * D
+    output += (token * H + head) * D
     store_tokens(output, H * D * NEXT, live, 0, tl.trans(o), D, BLOCK_C, BLOCK_D)

@@ -16,8 +16,8 @@ from longseq.kernels.orthogonal_recurrence.triton_chunks import (
     decays_until_end,
     decoded,
     empty,
-    load_answers,
-    load_directions,
+    load_a,
+    load_h,
     load_outside,
     load_side,
     load_slots,
@@ -32,15 +32,13 @@ from longseq.kernels.orthogonal_recurrence.triton_chunks import (
     squared,
     squared_norms,
     weigh,
-    weigh_transposed,
     weights_of_chunk,
-    weights_transposed,
 )
 from longseq.kernels.orthogonal_recurrence.triton_tokens import reciprocal_root
 from longseq.kernels.triton_tiles import (
-    chunk,
     decay_since,
     direction,
+    find_chunk,
     load_block,
     load_numbers,
     load_tokens,
@@ -63,84 +61,82 @@ def gates_of_decays(d_decay, BLOCK_C: tl.constexpr):
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def differentiate_outputs(
-    q, k, v, gamma, g, cu_seqlens, sequence_of, states, found, d_output,
-    d_q, d_coefficients, d_directions, d_states, d_gone, d_squared, from_gates, scale, T, H,
-    q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
-    gamma_row, gamma_token, gamma_head, g_row, g_token, g_head, do_row, do_token, do_head,
-    D: tl.constexpr, M: tl.constexpr, OBJECTIVE: tl.constexpr, UNIT: tl.constexpr, GATED: tl.constexpr,
-    PACKED: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr, READS: tl.constexpr, WRITES: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
+    q, k, v, gamma, g, cu_seqlens, sequence_of, states, h_or_a, d_output,
+    d_q, d_coefficients, d_h, d_states, d_w_x, d_squared, from_gates, scale, T, H,
+    q_token, k_token, v_token, gamma_token, g_token, do_token,
+    D: tl.constexpr, M: tl.constexpr, OBJECTIVE: tl.constexpr, UNIT: tl.constexpr, REVERSE: tl.constexpr,
+    PRECISION: tl.constexpr, READS: tl.constexpr, WRITES: tl.constexpr, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one head: the gradient of q, and the outputs' contribution to those of c, H, log gates and state.
 
-    READS computes the contribution through the products that the outputs are made of, and stores `d_gone` and
+    READS computes the contribution through the products that the outputs are made of, and stores `d_w_x` and
     `d_squared`, the gradients of W x and N. WRITES computes the contribution through these two. A launch without READS
     loads both, and adds to the results of the launch before it. One launch with both needs too many registers for
     chunks of 64 tokens: the spilled registers took longer than everything else.
     """
     BOTH: tl.constexpr = READS and WRITES
-    head = (tl.program_id(0) % H).to(tl.int64)
-    slot = (tl.program_id(0) // H).to(tl.int64)
-    place = slot * H + head
-    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
+    GATED: tl.constexpr = g is not None
+    head, slot, token, live = find_chunk(tl.program_id(0), T, H, cu_seqlens, sequence_of, CHUNK, REVERSE)
     if live <= 0:
         return
+    place = slot * H + head
     live = tl.minimum(live, CHUNK)
     NEXT = direction(REVERSE)
-    q += row * q_row + start * q_token + head * q_head
-    k += row * k_row + start * k_token + head * k_head
-    v += row * v_row + start * v_token + head * v_head
-    gamma += row * gamma_row + start * gamma_token + head * gamma_head
-    d_output += row * do_row + start * do_token + head * do_head
+    q += token * q_token + head * M
+    k += token * k_token + head * M
+    v += token * v_token + head * D
+    gamma += token * gamma_token + head
+    d_output += token * do_token + head * D
     if d_q is not None:
-        d_q += ((row * T + start) * H + head) * M
+        d_q += (token * H + head) * M
     q_token *= NEXT
     k_token *= NEXT
     v_token *= NEXT
     gamma_token *= NEXT
     do_token *= NEXT
     if GATED:
-        g += row * g_row + start * g_token + head * g_head
+        g += token * g_token + head
         g_token *= NEXT
-    gate = log_gates(g, g_token, live, GATED, BLOCK_C)
+    gate = log_gates(g, g_token, live, BLOCK_C)
     since = decay_since(gate)
     strength = load_numbers(gamma, gamma_token, live, BLOCK_C)
 
     products = tl.zeros((BLOCK_C, BLOCK_C), tl.float32)
     d_pairs = tl.zeros((BLOCK_C, BLOCK_C), tl.float32)
-    d_directions_t = tl.zeros((BLOCK_D, BLOCK_C), tl.float32)
+    d_h_t = tl.zeros((BLOCK_D, BLOCK_C), tl.float32)
     d_since = tl.zeros((BLOCK_C,), tl.float32)
     d_gates = tl.zeros((BLOCK_C,), tl.float32)
     for e in range(0, M, BLOCK):
-        h_t = load_directions(v, v_token, live, found, place, D, OBJECTIVE, CHUNK, BLOCK_C, BLOCK_D)
+        h_t = load_h(v, v_token, live, h_or_a, place, D, OBJECTIVE, CHUNK, BLOCK_C, BLOCK_D)
         state = load_block(states + place * D * M, e, 0, M, D, BLOCK, BLOCK_D)
         none = empty(state)
         r = slot_lengths(state, OBJECTIVE, UNIT)
-        a = load_answers(found, place, state, r, h_t, e, M, OBJECTIVE, PRECISION, CHUNK, BLOCK_C, BLOCK)
+        a = load_a(h_or_a, place, state, r, h_t, e, M, OBJECTIVE, PRECISION, CHUNK, BLOCK_C, BLOCK)
         written = load_written(k, k_token, live, e, a, M, OBJECTIVE, BLOCK_C, BLOCK)
         c = written * strength[None, :] * r
         before = tl.zeros_like(a)
-        gone = before
+        w_x = before
         if OBJECTIVE != "ttt":
-            strict_t = weights_transposed(gate, True, GATED, BLOCK_C)
+            strict_t = weights_of_chunk(gate, True, True, GATED, BLOCK_C)
             before = product(a * c, strict_t, PRECISION)
-            gone = before + a * c
+            w_x = before + a * c
         if UNIT:
             # After a barrier, tiles are loaded again, from the cache: there are not enough registers to hold them.
             tl.debug_barrier()
-            h_t = load_directions(v, v_token, live, found, place, D, OBJECTIVE, CHUNK, BLOCK_C, BLOCK_D)
+            h_t = load_h(v, v_token, live, h_or_a, place, D, OBJECTIVE, CHUNK, BLOCK_C, BLOCK_D)
             written = load_written(k, k_token, live, e, a, M, OBJECTIVE, BLOCK_C, BLOCK)
             c = written * strength[None, :]
-            among_t = product(tl.trans(h_t), h_t, PRECISION)
-            among_t = weigh_transposed(among_t, gate, strength, 0.5, GATED, BLOCK_C)
-            onto = product(written, among_t, PRECISION) - a * gone
+            pairs_t = product(tl.trans(h_t), h_t, PRECISION)
+            pairs_t = weigh(pairs_t, gate, True, 0.5, GATED, BLOCK_C) * strength[:, None]
+            f = product(written, pairs_t, PRECISION) - a * w_x
             if READS or GATED:
                 added, norms_before = squared_norms(
-                    c, a, a * c, gone, onto, since, none, squared(strict_t, GATED), PRECISION
+                    c, a, a * c, w_x, f, since, none, squared(strict_t, GATED), PRECISION
                 )
 
         if READS:
-            stays = tl.zeros_like(a) + since[None, :] - gone * r
+            stays = tl.zeros_like(a) + since[None, :] - w_x * r
             if UNIT:
                 norms = added + norms_before
                 shorter = reciprocal_root(norms)
@@ -157,12 +153,12 @@ def differentiate_outputs(
             d_read = into_state * stays
             if not BOTH:
                 if OBJECTIVE != "ttt":
-                    store_block(d_gone + place * CHUNK * M, e, 0, d_passed, M, CHUNK, BLOCK, BLOCK_C)
+                    store_block(d_w_x + place * CHUNK * M, e, 0, d_passed, M, CHUNK, BLOCK, BLOCK_C)
                 tl.debug_barrier()
                 do = load_tokens(d_output, do_token, live, 0, D, BLOCK_C, BLOCK_D)
-            h_t = load_directions(v, v_token, live, found, place, D, OBJECTIVE, CHUNK, BLOCK_C, BLOCK_D)
+            h_t = load_h(v, v_token, live, h_or_a, place, D, OBJECTIVE, CHUNK, BLOCK_C, BLOCK_D)
             into_t = product(tl.trans(h_t), tl.trans(do), PRECISION)
-            into_t = weigh_transposed(into_t, gate, strength, 1.0, GATED, BLOCK_C)
+            into_t = weigh(into_t, gate, True, 1.0, GATED, BLOCK_C) * strength[:, None]
             written = load_written(k, k_token, live, e, a, M, OBJECTIVE, BLOCK_C, BLOCK)
             d_read += product(written, into_t, PRECISION) * r
             if UNIT:
@@ -177,8 +173,8 @@ def differentiate_outputs(
         d_a = tl.zeros_like(a)
         if WRITES and OBJECTIVE != "ttt":
             tl.debug_barrier()
-            strict = weights_of_chunk(gate, True, GATED, BLOCK_C)
-            d_removed = tl.zeros_like(a)
+            strict = weights_of_chunk(gate, False, True, GATED, BLOCK_C)
+            d_x = tl.zeros_like(a)
             if UNIT:
                 if not BOTH:
                     d_norms = load_block(d_squared + place * CHUNK * M, e, 0, M, CHUNK, BLOCK, BLOCK_C)
@@ -187,38 +183,38 @@ def differentiate_outputs(
                 d_added = product(d_norms, squared(strict, GATED), PRECISION) + d_norms
                 if GATED:
                     d_gates += tl.sum(2.0 * d_added * norms_before, 0)
-                d_c = d_added * (2.0 * onto + a * a * c)
+                d_c = d_added * (2.0 * f + a * a * c)
                 d_norm = d_added * c
-                d_a = d_norm * (a * c - 2.0 * gone)
-                d_removed = d_norm * a
+                d_a = d_norm * (a * c - 2.0 * w_x)
+                d_x = d_norm * a
                 tl.debug_barrier()
-                h_t = load_directions(v, v_token, live, found, place, D, OBJECTIVE, CHUNK, BLOCK_C, BLOCK_D)
-                among = weigh(product(tl.trans(h_t), h_t, PRECISION), gate, 0.5, GATED, BLOCK_C)
-                d_c += product(2.0 * d_norm, among, PRECISION)
+                h_t = load_h(v, v_token, live, h_or_a, place, D, OBJECTIVE, CHUNK, BLOCK_C, BLOCK_D)
+                pairs = weigh(product(tl.trans(h_t), h_t, PRECISION), gate, False, 0.5, GATED, BLOCK_C)
+                d_c += product(2.0 * d_norm, pairs, PRECISION)
                 tl.debug_barrier()
                 if not BOTH:
                     d_norms = load_block(d_squared + place * CHUNK * M, e, 0, M, CHUNK, BLOCK, BLOCK_C)
             if not BOTH:
-                d_passed = load_block(d_gone + place * CHUNK * M, e, 0, M, CHUNK, BLOCK, BLOCK_C)
+                d_passed = load_block(d_w_x + place * CHUNK * M, e, 0, M, CHUNK, BLOCK, BLOCK_C)
             if UNIT:
-                d_passed += tl.where(none, 2.0 * since[None, :] * d_norms, 0.0) - 2.0 * d_removed
+                d_passed += tl.where(none, 2.0 * since[None, :] * d_norms, 0.0) - 2.0 * d_x
             d_passed += product(d_passed, strict, PRECISION)
             if GATED:
                 d_gates += tl.sum(d_passed * before, 0)
-            d_removed += d_passed
+            d_x += d_passed
             tl.debug_barrier()
             written = load_written(k, k_token, live, e, a, M, OBJECTIVE, BLOCK_C, BLOCK)
             c = written * strength[None, :] * r
-            d_c += d_removed * a
-            d_a += d_removed * c
+            d_c += d_x * a
+            d_a += d_x * c
             if UNIT:
                 d_pairs += product(tl.trans(written), 2.0 * d_norm, PRECISION)
 
         tl.debug_barrier()
         if READS:
-            h_t = load_directions(v, v_token, live, found, place, D, OBJECTIVE, CHUNK, BLOCK_C, BLOCK_D)
+            h_t = load_h(v, v_token, live, h_or_a, place, D, OBJECTIVE, CHUNK, BLOCK_C, BLOCK_D)
             do = load_tokens(d_output, do_token, live, 0, D, BLOCK_C, BLOCK_D)
-            into = weigh(product(do, h_t, PRECISION), gate, 1.0, GATED, BLOCK_C)
+            into = weigh(product(do, h_t, PRECISION), gate, False, 1.0, GATED, BLOCK_C)
             d_c += product(read, into, PRECISION)
             written = load_written(k, k_token, live, e, a, M, OBJECTIVE, BLOCK_C, BLOCK)
             products += product(tl.trans(written), read * r, PRECISION)
@@ -236,11 +232,11 @@ def differentiate_outputs(
                 d_state += product(read * stays, do, PRECISION)
             else:
                 d_state += product(read * since[None, :], do, PRECISION)
-                d_slots -= product(read * gone, do, PRECISION)
+                d_slots -= product(read * w_x, do, PRECISION)
         if WRITES and OBJECTIVE != "ttt":
             if OBJECTIVE == "encode":
                 d_a -= strength[None, :] * total * r
-            h_t = load_directions(v, v_token, live, found, place, D, OBJECTIVE, CHUNK, BLOCK_C, BLOCK_D)
+            h_t = load_h(v, v_token, live, h_or_a, place, D, OBJECTIVE, CHUNK, BLOCK_C, BLOCK_D)
             from_answers = product(d_a, tl.trans(h_t), PRECISION)
             if UNIT:
                 d_state += from_answers
@@ -255,28 +251,28 @@ def differentiate_outputs(
         if WRITES and OBJECTIVE != "ttt":
             tl.debug_barrier()
             state = load_block(states + place * D * M, e, 0, M, D, BLOCK, BLOCK_D)
-            d_directions_t += product(tl.trans(state), d_a * r, PRECISION)
+            d_h_t += product(tl.trans(state), d_a * r, PRECISION)
 
-    h_t = load_directions(v, v_token, live, found, place, D, OBJECTIVE, CHUNK, BLOCK_C, BLOCK_D)
+    h_t = load_h(v, v_token, live, h_or_a, place, D, OBJECTIVE, CHUNK, BLOCK_C, BLOCK_D)
     d_decay = tl.zeros((BLOCK_C, BLOCK_C), tl.float32)
-    d_directions_c = tl.zeros((BLOCK_C, BLOCK_D), tl.float32)
+    d_h_c = tl.zeros((BLOCK_C, BLOCK_D), tl.float32)
     if READS:
         do = load_tokens(d_output, do_token, live, 0, D, BLOCK_C, BLOCK_D)
-        products = weigh_transposed(products, gate, strength, 1.0, GATED, BLOCK_C)
-        d_directions_c += product(products, do, PRECISION)
+        products = weigh(products, gate, True, 1.0, GATED, BLOCK_C) * strength[:, None]
+        d_h_c += product(products, do, PRECISION)
         if GATED:
             d_decay += products * product(tl.trans(h_t), tl.trans(do), PRECISION)
     else:
-        d_directions_c += load_block(d_directions + place * CHUNK * D, 0, 0, CHUNK, D, BLOCK_C, BLOCK_D)
+        d_h_c += load_block(d_h + place * CHUNK * D, 0, 0, CHUNK, D, BLOCK_C, BLOCK_D)
     if WRITES and UNIT:
-        d_pairs = weigh_transposed(d_pairs, gate, strength, 0.5, GATED, BLOCK_C)
-        d_directions_t += product(h_t, d_pairs, PRECISION)
-        d_directions_c += product(d_pairs, tl.trans(h_t), PRECISION)
+        d_pairs = weigh(d_pairs, gate, True, 0.5, GATED, BLOCK_C) * strength[:, None]
+        d_h_t += product(h_t, d_pairs, PRECISION)
+        d_h_c += product(d_pairs, tl.trans(h_t), PRECISION)
         if GATED:
             d_decay += d_pairs * product(tl.trans(h_t), h_t, PRECISION)
     if WRITES:
-        d_directions_c += tl.trans(d_directions_t)
-    store_block(d_directions + place * CHUNK * D, 0, 0, d_directions_c, CHUNK, D, BLOCK_C, BLOCK_D)
+        d_h_c += tl.trans(d_h_t)
+    store_block(d_h + place * CHUNK * D, 0, 0, d_h_c, CHUNK, D, BLOCK_C, BLOCK_D)
     if GATED:
         i = tl.arange(0, BLOCK_C)
         d_gates += gates_of_decays(d_decay, BLOCK_C) + tl.cumsum(d_since * since, 0, reverse=True)
@@ -298,40 +294,41 @@ def decoded_backward(z, v, h, d_h):
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def retreat_chunks(
-    k, v, gamma, g, initial, cu_seqlens, states, found, lengths, shares, d_final,
-    d_directions, d_states, d_after, d_found, d_values, d_initial, T, H, slot_of_finals,
-    k_row, k_token, k_head, v_row, v_token, v_head, gamma_row, gamma_token, gamma_head, g_row, g_token, g_head,
-    D: tl.constexpr, M: tl.constexpr, OBJECTIVE: tl.constexpr, UNIT: tl.constexpr, GATED: tl.constexpr,
-    PACKED: tl.constexpr, REVERSE: tl.constexpr, HAS_FINAL: tl.constexpr, STAGES: tl.constexpr, DTYPE: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
+    k, v, gamma, g, initial, cu_seqlens, states, h_or_a, lengths, phi_u, d_final,
+    d_h, d_states, d_after, d_h_or_a, d_values, d_initial, T, H, slot_of_finals,
+    k_token, v_token, gamma_token, g_token,
+    D: tl.constexpr, M: tl.constexpr, OBJECTIVE: tl.constexpr, UNIT: tl.constexpr, REVERSE: tl.constexpr,
+    STAGES: tl.constexpr, DTYPE: tl.constexpr, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """BLOCK slots of one head of one sequence: `d_after`, the gradients of the states after its chunks, before N.
 
-    Also `d_found`: the gradient of H; for TTT, minus that of z, with that of v in `d_values`; for "encode", minus the
+    Also `d_h_or_a`: the gradient of H; for TTT, minus that of z, with that of v in `d_values`; for "encode", minus the
     part of the gradient of a that comes from the state after the chunk. Loads run STAGES - 1 steps ahead. Without
     STAGES, only the operands of products are loaded ahead; a step that waited for `d_states` spent half its time so.
     """
     ALONE: tl.constexpr = OBJECTIVE == "encode" or OBJECTIVE == "similarity"
     blocks: tl.constexpr = (M + BLOCK - 1) // BLOCK
     column = tl.program_id(0) % blocks * BLOCK
-    head = (tl.program_id(0) // blocks % H).to(tl.int64)
+    head = tl.program_id(0) // blocks % H
     n = (tl.program_id(0) // blocks // H).to(tl.int64)
-    row, start, end, slot = sequence(n, T, cu_seqlens, PACKED, CHUNK)
+    row, start, end, slot = sequence(n, T, cu_seqlens, cu_seqlens is not None, CHUNK)
     NEXT = direction(REVERSE)
-    k += row * k_row + head * k_head
-    v += row * v_row + head * v_head
-    gamma += row * gamma_row + head * gamma_head
-    if GATED:
-        g += row * g_row + head * g_head
+    start, end = row * T + start, row * T + end
+    k += head * M
+    v += head * D
+    gamma += head
+    if g is not None:
+        g += head
     corner = (n * H + head) * D * M
     chunks = tl.cdiv((end - start).to(tl.int32), CHUNK)
 
     d_state = tl.zeros((BLOCK, BLOCK_D), tl.float32)
-    if HAS_FINAL:
+    if d_final is not None:
         d_state = load_outside(d_final + corner, column, D, M, BLOCK_D, BLOCK)
     # For a sequence without chunks, the loaded numbers are not used.
     first, live = place_chunk(tl.maximum(chunks - 1, 0) * CHUNK, start, end, REVERSE, CHUNK)
-    weight, whole = numbers_of_chunk(gamma, g, gamma_token, g_token, first, live, NEXT, GATED, BLOCK_C)
+    weight, whole = numbers_of_chunk(gamma, g, gamma_token, g_token, first, live, NEXT, BLOCK_C)
     for back in tl.range(0, chunks, num_stages=STAGES):
         m = chunks - 1 - back
         place = (slot + m) * H + head
@@ -343,7 +340,7 @@ def retreat_chunks(
         d_before = load_block(d_states + place * D * M, column, 0, M, D, BLOCK, BLOCK_D)
         # Loaded one step early: the compiler does not prefetch strided numbers of 16 bits.
         earlier, count = place_chunk(tl.maximum(m - 1, 0) * CHUNK, start, end, REVERSE, CHUNK)
-        next_weight, next_whole = numbers_of_chunk(gamma, g, gamma_token, g_token, earlier, count, NEXT, GATED, BLOCK_C)
+        next_weight, next_whole = numbers_of_chunk(gamma, g, gamma_token, g_token, earlier, count, NEXT, BLOCK_C)
         if UNIT:
             shorter = load_slots(lengths + place * M, column, M, 1.0, BLOCK)
             # From the gradient of the slots after N to that of the slots before N.
@@ -351,46 +348,46 @@ def retreat_chunks(
         store_block(d_after + place * D * M, column, 0, d_state, M, D, BLOCK, BLOCK_D)
         r = slot_lengths(state, OBJECTIVE, UNIT)
         slots = state * r
-        d_offered = d_state
+        d_u = d_state
         if OBJECTIVE != "ttt":
-            share = load_slots(shares + place * M, column, M, 0.0, BLOCK)
+            along_u = load_slots(phi_u + place * M, column, M, 0.0, BLOCK)
             along = of_slots(slots * d_state)
-            d_offered -= slots * along
+            d_u -= slots * along
             if UNIT:
-                keep = whole - share
+                keep = whole - along_u
                 d_before += keep * (d_state + along * state) - (along / shorter) * after
             else:
                 changed = after - state * whole
                 d_before += d_state * whole
-                d_slots = -share * d_state - along * (changed + slots * share)
+                d_slots = -along_u * d_state - along * (changed + slots * along_u)
         else:
             d_before += d_state * whole
         if OBJECTIVE != "similarity":
             if OBJECTIVE == "encode":
-                error = precise_product(d_offered * r, tl.trans(source), False, DTYPE) * weight[None, :]
-                store_block(d_found + place * CHUNK * M, column, 0, error, M, CHUNK, BLOCK, BLOCK_C)
-                erased = precise_product(error, source, False, DTYPE)
+                error = precise_product(d_u * r, tl.trans(source), False, DTYPE) * weight[None, :]
+                store_block(d_h_or_a + place * CHUNK * M, column, 0, error, M, CHUNK, BLOCK, BLOCK_C)
+                into_slots = precise_product(error, source, False, DTYPE)
             else:
-                error = precise_product(source, d_offered * r, True, DTYPE) * weight[:, None]
-                error += load_block(d_directions + place * CHUNK * D, 0, 0, CHUNK, D, BLOCK_C, BLOCK_D)
+                error = precise_product(source, d_u * r, True, DTYPE) * weight[:, None]
+                error += load_block(d_h + place * CHUNK * D, 0, 0, CHUNK, D, BLOCK_C, BLOCK_D)
                 if OBJECTIVE == "ttt":
                     z = precise_product(source, state, True, DTYPE)
                     value = load_tokens(v + first * v_token, v_token * NEXT, live, 0, D, BLOCK_C, BLOCK_D)
                     value = value.to(tl.float32)
-                    h = load_block(found + place * CHUNK * D, 0, 0, CHUNK, D, BLOCK_C, BLOCK_D)
+                    h = load_block(h_or_a + place * CHUNK * D, 0, 0, CHUNK, D, BLOCK_C, BLOCK_D)
                     d_z, d_value = decoded_backward(z, value, h, error)
                     store_block(d_values + place * CHUNK * D, 0, 0, d_value, CHUNK, D, BLOCK_C, BLOCK_D)
                     error = -d_z
-                store_block(d_found + place * CHUNK * D, 0, 0, error, CHUNK, D, BLOCK_C, BLOCK_D)
-                erased = precise_product(tl.trans(source), error, True, DTYPE)
+                store_block(d_h_or_a + place * CHUNK * D, 0, 0, error, CHUNK, D, BLOCK_C, BLOCK_D)
+                into_slots = precise_product(tl.trans(source), error, True, DTYPE)
             if OBJECTIVE == "ttt" or UNIT:
-                d_before -= erased
+                d_before -= into_slots
             else:
-                d_slots -= erased
+                d_slots -= into_slots
         if OBJECTIVE != "ttt":
             if not UNIT:
-                offered = changed + slots * share
-                d_slots = (d_slots - slots * (of_slots(slots * d_slots + d_offered * offered))) * r
+                u = changed + slots * along_u
+                d_slots = (d_slots - slots * (of_slots(slots * d_slots + d_u * u))) * r
                 d_before += d_slots
         d_state = d_before
         weight = next_weight
@@ -407,66 +404,62 @@ def retreat_chunks(
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def differentiate_inputs(
-    k, v, gamma, g, cu_seqlens, sequence_of, states, found, d_coefficients, d_directions, d_after, d_found, d_values,
-    from_gates, d_k, d_v, d_gamma, d_g, T, H,
-    k_row, k_token, k_head, v_row, v_token, v_head, gamma_row, gamma_token, gamma_head, g_row, g_token, g_head,
-    D: tl.constexpr, M: tl.constexpr, OBJECTIVE: tl.constexpr, UNIT: tl.constexpr, GATED: tl.constexpr,
-    PACKED: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
+    k, v, gamma, g, cu_seqlens, sequence_of, states, h_or_a, d_coefficients, d_h, d_after, d_h_or_a, d_values,
+    from_gates, d_k, d_v, d_gamma, d_g, T, H, k_token, v_token, gamma_token, g_token,
+    D: tl.constexpr, M: tl.constexpr, OBJECTIVE: tl.constexpr, UNIT: tl.constexpr, REVERSE: tl.constexpr,
+    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The gradients of k, v, gamma and g for one chunk of one head."""
     ALONE: tl.constexpr = OBJECTIVE == "encode" or OBJECTIVE == "similarity"
-    head = (tl.program_id(0) % H).to(tl.int64)
-    slot = (tl.program_id(0) // H).to(tl.int64)
-    place = slot * H + head
-    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
+    head, slot, token, live = find_chunk(tl.program_id(0), T, H, cu_seqlens, sequence_of, CHUNK, REVERSE)
     if live <= 0:
         return
+    place = slot * H + head
     live = tl.minimum(live, CHUNK)
     NEXT = direction(REVERSE)
-    token = (row * T + start) * H + head
-    k += row * k_row + start * k_token + head * k_head
-    v += row * v_row + start * v_token + head * v_head
-    gamma += row * gamma_row + start * gamma_token + head * gamma_head
+    k += token * k_token + head * M
+    v += token * v_token + head * D
+    gamma += token * gamma_token + head
     k_token *= NEXT
     v_token *= NEXT
     gamma_token *= NEXT
-    if GATED:
-        g += row * g_row + start * g_token + head * g_head
+    if g is not None:
+        g += token * g_token + head
         g_token *= NEXT
+    token = token * H + head
     strength = load_numbers(gamma, gamma_token, live, BLOCK_C)
-    until = decays_until_end(g, g_token, live, GATED, BLOCK_C)
-    h_t = load_directions(v, v_token, live, found, place, D, OBJECTIVE, CHUNK, BLOCK_C, BLOCK_D)
+    until = decays_until_end(g, g_token, live, BLOCK_C)
+    h_t = load_h(v, v_token, live, h_or_a, place, D, OBJECTIVE, CHUNK, BLOCK_C, BLOCK_D)
     if ALONE:
-        d_value = tl.trans(load_block(d_directions + place * CHUNK * D, 0, 0, CHUNK, D, BLOCK_C, BLOCK_D))
+        d_value = tl.trans(load_block(d_h + place * CHUNK * D, 0, 0, CHUNK, D, BLOCK_C, BLOCK_D))
     else:
-        error = load_block(d_found + place * CHUNK * D, 0, 0, CHUNK, D, BLOCK_C, BLOCK_D)
+        error = load_block(d_h_or_a + place * CHUNK * D, 0, 0, CHUNK, D, BLOCK_C, BLOCK_D)
     d_strength = tl.zeros((BLOCK_C,), tl.float32)
     d_until = tl.zeros((BLOCK_C,), tl.float32)
     d_whole = tl.full((), 0.0, tl.float32)
     for e in range(0, M, BLOCK):
         kept = load_block(states + place * D * M, e, 0, M, D, BLOCK, BLOCK_D)
-        d_offered = load_block(d_after + place * D * M, e, 0, M, D, BLOCK, BLOCK_D)
+        d_u = load_block(d_after + place * D * M, e, 0, M, D, BLOCK, BLOCK_D)
         state = kept.to(tl.float32)
         r = slot_lengths(kept, OBJECTIVE, UNIT)
-        along = of_slots(state * d_offered)
+        along = of_slots(state * d_u)
         d_whole += tl.sum(along)
         if OBJECTIVE != "ttt":
-            d_offered -= state * (along * r * r)
+            d_u -= state * (along * r * r)
         written = tl.trans(load_tokens(k, k_token, live, e, M, BLOCK_C, BLOCK)).to(tl.float32)
         if OBJECTIVE == "encode":
-            written -= load_block(found + place * CHUNK * M, e, 0, M, CHUNK, BLOCK, BLOCK_C).to(tl.float32)
+            written -= load_block(h_or_a + place * CHUNK * M, e, 0, M, CHUNK, BLOCK, BLOCK_C).to(tl.float32)
         c = written * strength[None, :] * r
-        from_after = product(d_offered, h_t, PRECISION)
+        from_after = product(d_u, h_t, PRECISION)
         d_until += tl.sum(from_after * c, 0)
         d_c = load_block(d_coefficients + place * CHUNK * M, e, 0, M, CHUNK, BLOCK, BLOCK_C).to(tl.float32)
         d_c = (d_c + from_after * until[None, :]) * r
         d_strength += tl.sum(written * d_c, 0)
         d_key = strength[None, :] * d_c
         if ALONE:
-            d_value += product(tl.trans(d_offered), c * until[None, :], PRECISION)
+            d_value += product(tl.trans(d_u), c * until[None, :], PRECISION)
             if OBJECTIVE == "encode":
-                d_answers = load_block(d_found + place * CHUNK * M, e, 0, M, CHUNK, BLOCK, BLOCK_C)
+                d_answers = load_block(d_h_or_a + place * CHUNK * M, e, 0, M, CHUNK, BLOCK, BLOCK_C)
                 d_value -= product(tl.trans(kept), d_answers * r, PRECISION)
         else:
             d_key -= product(kept, tl.trans(error), PRECISION) * r

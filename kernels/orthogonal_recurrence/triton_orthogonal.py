@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from longseq.kernels.custom_op import custom_op
-from longseq.kernels.devices import channels_adjacent, longseq_shared_memory
+from longseq.kernels.devices import longseq_shared_memory
+from longseq.kernels.orthogonal_recurrence.chunk import Inputs
 from longseq.kernels.orthogonal_recurrence.reference import has_unit_columns
 from longseq.kernels.orthogonal_recurrence.triton_chunks import advance_chunks, read_out
 from longseq.kernels.orthogonal_recurrence.triton_chunks_backward import (
@@ -34,11 +35,12 @@ from longseq.kernels.triton_launch import (
     cdiv,
     count_sequences,
     count_slots,
+    evenly,
     find_launch,
     fit_launches,
     next_power_of_2,
     sequence_of_slots,
-    strides,
+    steps,
 )
 
 # By the bytes of the products' type and by the side of a square with as many numbers as the block of the state, rounded
@@ -133,26 +135,22 @@ class _Form(NamedTuple):
 
 
 def _form(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, threshold: Tensor | None, cu_seqlens: Tensor | None,
-    objective: str, unit: bool, chunk_size: int, reverse: int,
-) -> _Form:  # fmt: skip
-    batch, tokens, _, width = v.shape
-    columns = k.shape[3]
+    inputs: Inputs, cu_seqlens: Tensor | None, objective: str, unit: bool, chunk_size: int, reverse: int
+) -> _Form:
+    batch, tokens, _, width = inputs.v.shape
+    columns = inputs.k.shape[3]
     chunk = min(chunk_size, tokens)
-    constants: dict[str, Any] = {
-        "D": width, "M": columns, "OBJECTIVE": objective, "UNIT": unit, "GATED": g is not None,
-        "PACKED": cu_seqlens is not None, "REVERSE": reverse,
-    }  # fmt: skip
+    constants: dict[str, Any] = {"D": width, "M": columns, "OBJECTIVE": objective, "UNIT": unit, "REVERSE": reverse}
     block_d, block_m = next_power_of_2(width), next_power_of_2(columns)
     sequence_of = None
     precision = torch.float32
     if chunk == 1:
         slots = count_slots(batch, tokens, CHECKPOINT, cu_seqlens)
-        constants |= {"SHRUNK": threshold is not None, "EVERY": CHECKPOINT, "BLOCK_D": block_d, "BLOCK_M": block_m}
+        constants |= {"EVERY": CHECKPOINT, "BLOCK_D": block_d, "BLOCK_M": block_m}
     else:
         slots = count_slots(batch, tokens, chunk, cu_seqlens)
         sequence_of = sequence_of_slots(slots, chunk, tokens, cu_seqlens)
-        precision = _precision(q, k, v, unit)
+        precision = _precision(inputs, unit)
         constants |= {
             "DTYPE": TRITON_DTYPES[precision], "PRECISION": "tf32x3" if precision == torch.float32 else "tf32",
             "CHUNK": chunk, "BLOCK_C": SHORT if chunk <= SHORT else WIDTH, "BLOCK_D": block_width(width, WIDTH),
@@ -162,15 +160,128 @@ def _form(
     return _Form(constants, LAUNCHES[precision.itemsize, side], chunk, sequences, slots, sequence_of)
 
 
-def _precision(q: Tensor, k: Tensor, v: Tensor, unit: bool) -> torch.dtype:
+def _precision(inputs: Inputs, unit: bool) -> torch.dtype:
     """The type of the products in loops over time: that of q, k and v if they agree, else float32.
 
     Float16 is used with unit slots only: it has too little range for slots that grow.
     """
+    q, k, v = inputs[:3]
     same = q.dtype == k.dtype == v.dtype
     # Triton's interpreter, which runs on a CPU, multiplies matrices of bfloat16 as integers.
     roomy = unit if v.dtype == torch.float16 else v.dtype == torch.bfloat16 and v.device.type != "cpu"
     return v.dtype if same and roomy else torch.float32
+
+
+class _Call:
+    """The launches of one call, forward or backward."""
+
+    def __init__(
+        self, inputs: Inputs, initial_state: Tensor, cu_seqlens: Tensor | None, objective: str, unit: bool,
+        scale: float, chunk_size: int, reverse: int,
+    ) -> None:  # fmt: skip
+        q, k, v, gamma = (evenly(x) for x in inputs[:4])
+        self.inputs = Inputs(q, k, v, gamma, *(None if x is None else evenly(x) for x in inputs[4:]))
+        self.initial, self.scale, self.objective, self.unit = initial_state.contiguous(), scale, objective, unit
+        self.cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
+        self.form = _form(inputs, self.cu_seqlens, objective, unit, chunk_size, reverse)
+        _, self.tokens, self.heads, self.width = v.shape
+        self.columns = k.shape[3]
+        self.rows = self.form.slots * self.heads
+
+    def _launch(self, kernel: Any, programs: int, numbers: tuple[float, ...], **constants: Any) -> Any:
+        arguments = self.form.arguments(kernel.__name__, **constants)
+        return find_launch(kernel, self.inputs.v.device, programs, numbers, **arguments)
+
+    def _walk_chunks(self, kernel: Any, block: int, **constants: Any) -> Any:
+        """A launch for programs that have `block` slots each; it takes k, v, gamma and g first."""
+        programs = self.form.sequences * self.heads * cdiv(self.columns, block)
+        numbers = (self.tokens, self.heads, self.form.slots, *steps(*self.inputs[1:5]))
+        return self._launch(kernel, programs, numbers, BLOCK=block, **constants)
+
+    def _slots_of_walk(self, kernel: str) -> int:
+        """The slots of a program in a loop over time: all slots if they depend on each other."""
+        return self.form.block(kernel) if self.form.is_by_slot else block_width(self.columns, WIDTH)
+
+    def _scratch(self, rows: int, numbers: int) -> Tensor:
+        return self.inputs.q.new_empty((rows, numbers), dtype=torch.float32)
+
+    def advance_tokens(self, kept: list[Tensor], output: Tensor, final: Tensor, save: bool) -> None:
+        numbers = (self.scale, self.tokens, self.heads, *steps(*self.inputs))
+        self._launch(advance_tokens, self.form.sequences * self.heads, numbers, SAVE=save)(
+            *self.inputs, self.initial, self.cu_seqlens, *kept, output, final
+        )
+
+    def advance_chunks(self, kept: list[Tensor], output: Tensor, final: Tensor, save: bool) -> None:
+        stages = self.form.launch("advance_chunks").stages
+        block = self._slots_of_walk("advance_chunks")
+        self._walk_chunks(advance_chunks, block, SAVE=save, STAGES=stages)(
+            *self.inputs[1:5], self.initial, self.cu_seqlens, *kept, final
+        )
+        numbers = (self.scale, self.tokens, self.heads, *steps(*self.inputs[:5]))
+        self._launch(read_out, self.rows, numbers, BLOCK=self.form.block("read_out"))(
+            *self.inputs[:5], self.cu_seqlens, self.form.sequence_of, *kept[:2], output
+        )
+
+    def retreat_tokens(
+        self, kept: list[Tensor], d_output: Tensor, d_final: Tensor | None, grads: list[Tensor | None]
+    ) -> None:
+        room = CHECKPOINT * (self.width * self.columns + self.width + 2 * self.columns)
+        programs = min(self.form.sequences * self.heads, max(SCRATCH // room, 1))
+        numbers = (self.scale, self.tokens, self.heads, self.form.sequences, *steps(*self.inputs, d_output))
+        self._launch(retreat_tokens, programs, numbers)(
+            *(*self.inputs, self.initial, self.cu_seqlens, *kept, d_output, d_final),
+            *(self._scratch(programs, room), *grads),
+        )
+
+    def differentiate_chunks(
+        self, kept: list[Tensor], d_output: Tensor, d_final: Tensor | None, grads: list[Tensor | None]
+    ) -> None:
+        states, h_or_a, _, _ = kept
+        d_q, d_k, d_v, d_gamma, d_g, _, d_initial = grads
+        of_inputs = [d_k, d_v, d_gamma, d_g]
+        retreats = any(x is not None for x in (*of_inputs, d_initial))
+        width, columns, chunk, rows = self.width, self.columns, self.form.chunk, self.rows
+
+        d_coefficients, d_h = self._scratch(rows, columns * chunk), self._scratch(rows, width * chunk)
+        d_states, d_after = (self._scratch(rows, width * columns) for _ in range(2))
+        d_h_or_a = torch.empty_like(h_or_a)
+        d_values = self._scratch(rows * (self.objective == "ttt"), width * chunk)
+        from_gates = self._scratch(rows * (self.inputs.g is not None), chunk)
+        apart, removes = chunk > SHORT, self.objective != "ttt"
+        d_w_x = self._scratch(rows * (apart and removes), columns * chunk)
+        d_squared = self._scratch(rows * (apart and self.unit), columns * chunk)
+        launches = [(True, False), (False, True)] if apart and removes else [(True, removes)]
+        if not retreats:
+            launches = launches[:1]  # which finds the gradient of q
+        numbers = (self.scale, self.tokens, self.heads, *steps(*self.inputs[:5], d_output))
+        block = self.form.block("differentiate_outputs")
+        for reads, writes in launches:
+            self._launch(differentiate_outputs, rows, numbers, BLOCK=block, READS=reads, WRITES=writes)(
+                *(*self.inputs[:5], self.cu_seqlens, self.form.sequence_of, states, h_or_a, d_output),
+                *(d_q, d_coefficients, d_h, d_states, d_w_x, d_squared, from_gates),
+            )
+        if not retreats:
+            return
+        block = self._slots_of_walk("retreat_chunks")
+        stages: int | None = self.form.launch("retreat_chunks").stages
+        is_wide = block * self.form.constants["BLOCK_D"] > WIDTH * WIDTH
+        if self.objective == "ttt":
+            stages = (
+                1 if is_wide else None
+            )  # what shared memory has room for: no loads ahead, or only those of products
+        elif is_wide:
+            stages = None
+        self._walk_chunks(retreat_chunks, block, STAGES=stages)(
+            *(*self.inputs[1:5], self.initial, self.cu_seqlens, *kept, d_final),
+            *(d_h, d_states, d_after, d_h_or_a, d_values, d_initial),
+        )
+        if all(x is None for x in of_inputs):
+            return
+        block = self.form.block("differentiate_inputs")
+        self._launch(differentiate_inputs, rows, (self.tokens, self.heads, *steps(*self.inputs[1:5])), BLOCK=block)(
+            *(*self.inputs[1:5], self.cu_seqlens, self.form.sequence_of, states, h_or_a),
+            *(d_coefficients, d_h, d_after, d_h_or_a, d_values, from_gates, *of_inputs),
+        )
 
 
 @custom_op("orthogonal_recurrence")
@@ -194,27 +305,17 @@ def orthogonal_recurrence(
 
     The final state is [B or segments, H, D, M] in float32; the list has the order of `_allocate`.
     """
-    q, k, v = channels_adjacent(q), channels_adjacent(k), channels_adjacent(v)
-    initial_state = initial_state.contiguous()
-    cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
-    tokens, heads = v.shape[1:3]
-    form = _form(q, k, v, g, threshold, cu_seqlens, objective, unit, chunk_size, reverse)
-    output, final, kept = _allocate(form, k, v, save)
-    if form.is_exact:
-        find_launch(
-            advance_tokens, q.device, form.sequences * heads,
-            (scale, tokens, heads,
-             *strides(q), *strides(k), *strides(v), *strides(gamma), *strides(g), *strides(threshold)),
-            **form.arguments("advance_tokens", SAVE=save),
-        )(q, k, v, gamma, g, threshold, initial_state, cu_seqlens, *kept, output, final)  # fmt: skip
-    else:
-        _run_chunks(form, q, k, v, gamma, g, initial_state, cu_seqlens, scale, save, output, final, kept)
+    inputs = Inputs(q, k, v, gamma, g, threshold)
+    call = _Call(inputs, initial_state, cu_seqlens, objective, unit, scale, chunk_size, reverse)
+    output, final, kept = _allocate(call.form, k, v, save)
+    advance = call.advance_tokens if call.form.is_exact else call.advance_chunks
+    advance(kept, output, final, save)
     return output, final, kept if save else []
 
 
 @orthogonal_recurrence.register_fake
 def _(q, k, v, gamma, g, threshold, initial_state, cu_seqlens, objective, unit, scale, chunk_size, reverse, save):
-    form = _form(q, k, v, g, threshold, cu_seqlens, objective, unit, chunk_size, reverse)
+    form = _form(Inputs(q, k, v, gamma, g, threshold), cu_seqlens, objective, unit, chunk_size, reverse)
     output, final, kept = _allocate(form, k, v, save)
     return output, final, kept if save else []
 
@@ -243,36 +344,6 @@ def _allocate(form: _Form, k: Tensor, v: Tensor, save: bool) -> tuple[Tensor, Te
     return v.new_empty(v.shape), final, kept
 
 
-def _run_chunks(
-    form: _Form, q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, g: Tensor | None, initial_state: Tensor,
-    cu_seqlens: Tensor | None, scale: float, save: bool, output: Tensor, final: Tensor, kept: list[Tensor],
-) -> None:  # fmt: skip
-    states, found, _, _ = kept
-    tokens, heads = k.shape[1:3]
-    blocks, block = _slot_blocks(form, "advance_chunks")
-    find_launch(
-        advance_chunks, k.device, form.sequences * heads * blocks,
-        (tokens, heads, form.slots, *strides(k), *strides(v), *strides(gamma), *strides(g)),
-        **form.arguments("advance_chunks", BLOCK=block, SAVE=save, STAGES=form.launch("advance_chunks").stages),
-    )(k, v, gamma, g, initial_state, cu_seqlens, *kept, final)  # fmt: skip
-    find_launch(
-        read_out, q.device, form.slots * heads,
-        (scale, tokens, heads, *strides(q), *strides(k), *strides(v), *strides(gamma), *strides(g)),
-        **form.arguments("read_out", BLOCK=form.block("read_out")),
-    )(q, k, v, gamma, g, cu_seqlens, form.sequence_of, states, found, output)  # fmt: skip
-
-
-def _slot_blocks(form: _Form, kernel: str) -> tuple[int, int]:
-    """The programs of a head in a loop over time, and the slots of each: all slots if they depend on each other."""
-    columns = form.constants["M"]
-    block = form.block(kernel) if form.is_by_slot else block_width(columns, WIDTH)
-    return cdiv(columns, block), block
-
-
-def _scratch(like: Tensor, rows: int, numbers: int) -> Tensor:
-    return like.new_empty((rows, numbers), dtype=torch.float32)
-
-
 @custom_op("orthogonal_recurrence_backward")
 def orthogonal_recurrence_backward(
     q: Tensor,
@@ -297,95 +368,13 @@ def orthogonal_recurrence_backward(
 
     `wanted` has the same order; absent inputs are not wanted.
     """
-    q, k, v, d_output = (channels_adjacent(x) for x in (q, k, v, d_output))
-    initial_state = initial_state.contiguous()
-    d_final = None if d_final is None else d_final.contiguous()
-    cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
-    tokens, heads, width = v.shape[1:]
-    columns = k.shape[3]
-    form = _form(q, k, v, g, threshold, cu_seqlens, objective, unit, chunk_size, reverse)
-    grads = _gradients_like(q, k, v, gamma, g, threshold, initial_state, wanted)
+    inputs = Inputs(q, k, v, gamma, g, threshold)
+    call = _Call(inputs, initial_state, cu_seqlens, objective, unit, scale, chunk_size, reverse)
+    grads = _gradients_like(inputs, initial_state, wanted)
     where_wanted = [grad if want else None for grad, want in zip(grads, wanted, strict=True)]
-    if form.is_exact:
-        numbers = CHECKPOINT * (width * columns + width + 2 * columns)
-        programs = min(form.sequences * heads, max(SCRATCH // numbers, 1))
-        find_launch(
-            retreat_tokens, q.device, programs,
-            (scale, tokens, heads, form.sequences, *strides(q), *strides(k), *strides(v), *strides(gamma), *strides(g),
-             *strides(threshold), *strides(d_output)),
-            **form.arguments("retreat_tokens", HAS_FINAL=d_final is not None),
-        )(
-            q, k, v, gamma, g, threshold, initial_state, cu_seqlens, *kept, d_output, d_final,
-            _scratch(q, programs, numbers), *where_wanted,
-        )  # fmt: skip
-    else:
-        _differentiate_chunks(
-            form, q, k, v, gamma, g, initial_state, cu_seqlens, scale, kept, d_output, d_final, where_wanted
-        )
+    differentiate = call.retreat_tokens if call.form.is_exact else call.differentiate_chunks
+    differentiate(kept, evenly(d_output), None if d_final is None else d_final.contiguous(), where_wanted)
     return grads
-
-
-def _differentiate_chunks(
-    form: _Form, q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, g: Tensor | None, initial_state: Tensor,
-    cu_seqlens: Tensor | None, scale: float, kept: list[Tensor], d_output: Tensor, d_final: Tensor | None,
-    grads: list[Tensor | None],
-) -> None:  # fmt: skip
-    states, found, _, _ = kept
-    d_q, d_k, d_v, d_gamma, d_g, _, d_initial = grads
-    of_inputs = [d_k, d_v, d_gamma, d_g]
-    retreats = any(x is not None for x in (*of_inputs, d_initial))
-    tokens, heads, width = v.shape[1:]
-    columns, rows, gated = k.shape[3], form.slots * heads, g is not None
-
-    d_coefficients, d_directions = _scratch(q, rows, columns * form.chunk), _scratch(q, rows, width * form.chunk)
-    d_states, d_after = (_scratch(q, rows, width * columns) for _ in range(2))
-    d_found = torch.empty_like(found)
-    d_values = _scratch(q, rows * (form.constants["OBJECTIVE"] == "ttt"), width * form.chunk)
-    from_gates = _scratch(q, rows * gated, form.chunk)
-    apart, removes = form.chunk > SHORT, form.constants["OBJECTIVE"] != "ttt"
-    d_gone = _scratch(q, rows * (apart and removes), columns * form.chunk)
-    d_squared = _scratch(q, rows * (apart and form.constants["UNIT"]), columns * form.chunk)
-    launches = [(True, False), (False, True)] if apart and removes else [(True, removes)]
-    if not retreats:
-        launches = launches[:1]  # which finds the gradient of q
-    for reads, writes in launches:
-        find_launch(
-            differentiate_outputs, q.device, rows,
-            (scale, tokens, heads,
-             *strides(q), *strides(k), *strides(v), *strides(gamma), *strides(g), *strides(d_output)),
-            **form.arguments(
-                "differentiate_outputs", BLOCK=form.block("differentiate_outputs"), READS=reads, WRITES=writes
-            ),
-        )(
-            q, k, v, gamma, g, cu_seqlens, form.sequence_of, states, found, d_output, d_q, d_coefficients, d_directions,
-            d_states, d_gone, d_squared, from_gates,
-        )  # fmt: skip
-    if not retreats:
-        return
-    blocks, block = _slot_blocks(form, "retreat_chunks")
-    stages: int | None = form.launch("retreat_chunks").stages
-    is_wide = block * form.constants["BLOCK_D"] > WIDTH * WIDTH
-    if form.constants["OBJECTIVE"] == "ttt":
-        stages = 1 if is_wide else None  # what shared memory has room for: no loads ahead, or only those of products
-    elif is_wide:
-        stages = None
-    find_launch(
-        retreat_chunks, k.device, form.sequences * heads * blocks,
-        (tokens, heads, form.slots, *strides(k), *strides(v), *strides(gamma), *strides(g)),
-        **form.arguments("retreat_chunks", BLOCK=block, HAS_FINAL=d_final is not None, STAGES=stages),
-    )(
-        k, v, gamma, g, initial_state, cu_seqlens, *kept, d_final, d_directions, d_states, d_after, d_found, d_values,
-        d_initial,
-    )  # fmt: skip
-    if all(x is None for x in of_inputs):
-        return
-    find_launch(
-        differentiate_inputs, k.device, rows, (tokens, heads, *strides(k), *strides(v), *strides(gamma), *strides(g)),
-        **form.arguments("differentiate_inputs", BLOCK=form.block("differentiate_inputs")),
-    )(
-        k, v, gamma, g, cu_seqlens, form.sequence_of, states, found, d_coefficients, d_directions, d_after, d_found,
-        d_values, from_gates, *of_inputs,
-    )  # fmt: skip
 
 
 @orthogonal_recurrence_backward.register_fake
@@ -393,20 +382,19 @@ def _(
     q, k, v, gamma, g, threshold, initial_state, cu_seqlens, kept, d_output, d_final, objective, unit, scale,
     chunk_size, reverse, wanted,
 ):  # fmt: skip
-    return _gradients_like(q, k, v, gamma, g, threshold, initial_state, wanted)
+    return _gradients_like(Inputs(q, k, v, gamma, g, threshold), initial_state, wanted)
 
 
 def _gradients_like(
-    q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, g: Tensor | None, threshold: Tensor | None, initial_state: Tensor,
-    wanted: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    inputs: Inputs, initial_state: Tensor, wanted: list[bool]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Buffers for the gradients: contiguous; that of the state in float32, those not wanted empty."""
-
-    def like(x: Tensor | None, number: int) -> Tensor:
-        return x.new_empty(x.shape) if x is not None and wanted[number] else q.new_empty((0,))
-
+    q, k, v, gamma, g, threshold = (
+        x.new_empty(x.shape) if x is not None and want else inputs.q.new_empty((0,))
+        for x, want in zip(inputs, wanted[:6], strict=True)
+    )
     d_initial = initial_state.new_empty(initial_state.shape if wanted[6] else (0,), dtype=torch.float32)
-    return like(q, 0), like(k, 1), like(v, 2), like(gamma, 3), like(g, 4), like(threshold, 5), d_initial
+    return q, k, v, gamma, g, threshold, d_initial
 
 
 def _setup_context(ctx, inputs, output):

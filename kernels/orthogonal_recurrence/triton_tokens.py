@@ -32,8 +32,7 @@ from longseq.kernels.triton_tiles import (
     token_after,
 )
 
-UNSPECIALISED = [*SIZES_AND_STRIDES, "sequences", "gamma_row", "gamma_token", "gamma_head"]
-UNSPECIALISED += ["threshold_row", "threshold_token", "threshold_head"]
+UNSPECIALISED = [*SIZES_AND_STRIDES, "sequences", "gamma_token", "threshold_token"]
 
 
 @triton.jit
@@ -63,9 +62,9 @@ def _load_numbers(gamma, g, threshold, live, GATED: tl.constexpr, SHRUNK: tl.con
 
 
 @triton.jit
-def reciprocal_root(squares):
-    """1 / sqrt(squares) by the hardware's approximation, for squared lengths; 1 for a zero vector."""
-    return tl.rsqrt(tl.where(squares <= 1e-24, 1.0, squares))
+def reciprocal_root(x):
+    """1 / sqrt(x) by the hardware's approximation, for squared lengths; 1 for a zero vector."""
+    return tl.rsqrt(tl.where(x <= 1e-24, 1.0, x))
 
 
 @triton.jit
@@ -119,29 +118,29 @@ def _updated(state, r, h, c, a, decay, shrink, UNIT: tl.constexpr, SHRUNK: tl.co
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def advance_tokens(
     q, k, v, gamma, g, threshold, initial, cu_seqlens, states, output, final, scale, T, H,
-    q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
-    gamma_row, gamma_token, gamma_head, g_row, g_token, g_head, threshold_row, threshold_token, threshold_head,
-    D: tl.constexpr, M: tl.constexpr, OBJECTIVE: tl.constexpr, UNIT: tl.constexpr, GATED: tl.constexpr,
-    SHRUNK: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, SAVE: tl.constexpr, EVERY: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    q_token, k_token, v_token, gamma_token, g_token, threshold_token,
+    D: tl.constexpr, M: tl.constexpr, OBJECTIVE: tl.constexpr, UNIT: tl.constexpr, REVERSE: tl.constexpr,
+    SAVE: tl.constexpr, EVERY: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Outputs and the final state of one head of one sequence; if SAVE, also the states before every EVERY tokens."""
-    head = (tl.program_id(0) % H).to(tl.int64)
+    GATED: tl.constexpr = g is not None
+    SHRUNK: tl.constexpr = threshold is not None
+    head = tl.program_id(0) % H
     n = (tl.program_id(0) // H).to(tl.int64)
-    row, start, end, slot = sequence(n, T, cu_seqlens, PACKED, EVERY)
-    first = token_after(0, start, end, REVERSE)
+    row, start, end, slot = sequence(n, T, cu_seqlens, cu_seqlens is not None, EVERY)
+    first = row * T + token_after(0, start, end, REVERSE)
     NEXT = direction(REVERSE)
-    q += row * q_row + first * q_token + head * q_head
-    k += row * k_row + first * k_token + head * k_head
-    v += row * v_row + first * v_token + head * v_head
-    gamma += row * gamma_row + first * gamma_token + head * gamma_head
+    q += first * q_token + head * M
+    k += first * k_token + head * M
+    v += first * v_token + head * D
+    gamma += first * gamma_token + head
     if GATED:
-        g += row * g_row + first * g_token + head * g_head
+        g += first * g_token + head
         g_token *= NEXT
     if SHRUNK:
-        threshold += row * threshold_row + first * threshold_token + head * threshold_head
+        threshold += first * threshold_token + head
         threshold_token *= NEXT
-    output += ((row * T + first) * H + head) * D
+    output += (first * H + head) * D
     q_token *= NEXT
     k_token *= NEXT
     v_token *= NEXT
@@ -307,16 +306,16 @@ def _differentiate_token(
         d_v = tl.sum(d_state * written[None, :] + slots * d_a[None, :], 1)
         across = d_a * a
         into_slots = d_a
-        erased = k
+        k_r = k
         if not UNIT:
             into_slots *= r
-            erased *= r
+            k_r *= r
         d_before += h[:, None] * into_slots[None, :]
         if OBJECTIVE == "decode":
-            onto = tl.sum(slots * d_v[:, None], 0)
-            d_k -= onto
-            across -= onto * k
-            d_before -= d_v[:, None] * erased[None, :]
+            d_component = tl.sum(slots * d_v[:, None], 0)
+            d_k -= d_component
+            across -= d_component * k
+            d_before -= d_v[:, None] * k_r[None, :]
         if not UNIT:
             d_before -= slots * (d_lengths + across * r)[None, :]
     return d_before, d_q, d_k, d_v, d_strength, d_decay, d_shrink
@@ -326,42 +325,41 @@ def _differentiate_token(
 def retreat_tokens(
     q, k, v, gamma, g, threshold, initial, cu_seqlens, states, d_output, d_final, scratch,
     d_q, d_k, d_v, d_gamma, d_g, d_threshold, d_initial, scale, T, H, sequences,
-    q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
-    gamma_row, gamma_token, gamma_head, g_row, g_token, g_head, threshold_row, threshold_token, threshold_head,
-    do_row, do_token, do_head,
-    D: tl.constexpr, M: tl.constexpr, OBJECTIVE: tl.constexpr, UNIT: tl.constexpr, GATED: tl.constexpr,
-    SHRUNK: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, HAS_FINAL: tl.constexpr, EVERY: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    q_token, k_token, v_token, gamma_token, g_token, threshold_token, do_token,
+    D: tl.constexpr, M: tl.constexpr, OBJECTIVE: tl.constexpr, UNIT: tl.constexpr, REVERSE: tl.constexpr,
+    EVERY: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """The gradients of all inputs, for one head of one sequence after the other. Those without a tensor are left out.
 
     `scratch` has room for EVERY tokens for each program.
     """
+    GATED: tl.constexpr = g is not None
+    SHRUNK: tl.constexpr = threshold is not None
     before = scratch + tl.program_id(0).to(tl.int64) * EVERY * (D * M + D + 2 * M)
     directions = before + EVERY * D * M
     answers = directions + EVERY * D
     lengths = answers + EVERY * M
     for turn in range(0, tl.cdiv(sequences * H - tl.program_id(0), tl.num_programs(0))):
         work = tl.program_id(0) + turn * tl.num_programs(0)
-        head = (work % H).to(tl.int64)
+        head = work % H
         n = (work // H).to(tl.int64)
-        row, start, end, slot = sequence(n, T, cu_seqlens, PACKED, EVERY)
-        token_0, NEXT = first_read(n, sequences, start, end, REVERSE)
-        q_0 = q + row * q_row + token_0 * q_token + head * q_head
-        k_0 = k + row * k_row + token_0 * k_token + head * k_head
-        v_0 = v + row * v_row + token_0 * v_token + head * v_head
-        gamma_0 = gamma + row * gamma_row + token_0 * gamma_token + head * gamma_head
+        row, start, end, slot = sequence(n, T, cu_seqlens, cu_seqlens is not None, EVERY)
+        token_0, NEXT = first_read(n, sequences, row * T + start, row * T + end, REVERSE)
+        q_0 = q + token_0 * q_token + head * M
+        k_0 = k + token_0 * k_token + head * M
+        v_0 = v + token_0 * v_token + head * D
+        gamma_0 = gamma + token_0 * gamma_token + head
         g_0 = gamma_0
         if GATED:
-            g_0 = g + row * g_row + token_0 * g_token + head * g_head
+            g_0 = g + token_0 * g_token + head
         threshold_0 = gamma_0
         if SHRUNK:
-            threshold_0 = threshold + row * threshold_row + token_0 * threshold_token + head * threshold_head
-        d_output_0 = d_output + row * do_row + token_0 * do_token + head * do_head
-        place_0 = (row * T + token_0) * H + head
+            threshold_0 = threshold + token_0 * threshold_token + head
+        d_output_0 = d_output + token_0 * do_token + head * D
+        place_0 = token_0 * H + head
 
         d_state = tl.zeros((BLOCK_D, BLOCK_M), tl.float32)
-        if HAS_FINAL:
+        if d_final is not None:
             d_state = load_block(d_final + (n * H + head) * D * M, 0, 0, D, M, BLOCK_D, BLOCK_M).to(tl.float32)
         segments = tl.cdiv((end - start).to(tl.int32), EVERY)
         for back in range(0, segments):

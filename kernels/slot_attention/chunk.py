@@ -9,7 +9,7 @@ Source: Zhang et al. 2024, "Gated Slot Attention", eq. 7.
 import torch
 from torch import Tensor
 
-from longseq.kernels.linear_attention.chunk import linear_attention_core
+from longseq.kernels.linear_attention.chunk import Inputs, linear_attention_core
 from longseq.kernels.reading import Reverse
 from longseq.kernels.recurrence import Sequences, run_padded, run_recurrence
 from longseq.kernels.slot_attention.activations import ACTIVATIONS
@@ -38,9 +38,9 @@ def slot_attention_chunk(
         keys, values = state
         if write is None:
             write = -torch.expm1(g.to(keys.dtype))
-        scores, keys = linear_attention_core(q, k, write, None, g, keys.transpose(-1, -2), scale, chunk_size)
+        scores, keys = linear_attention_core(Inputs(q, k, write, None, g), keys.transpose(-1, -2), scale, chunk_size)
         weights = ACTIVATIONS[activation](scores)
-        o, values = linear_attention_core(weights, write, v, g, None, values, 1.0, chunk_size)
+        o, values = linear_attention_core(Inputs(weights, write, v, g, None), values, 1.0, chunk_size)
         return o, (keys.transpose(-1, -2), values)
 
     return run_recurrence(

@@ -6,6 +6,7 @@ Write strengths, scores and the weights that the activation makes of the scores 
 import torch
 from torch import Tensor
 
+from longseq.kernels.linear_attention.chunk import Inputs
 from longseq.kernels.linear_attention.triton_linear import run_linear_attention
 from longseq.kernels.precision import without_autocast
 from longseq.kernels.reading import Reverse
@@ -36,14 +37,12 @@ def slot_attention_triton(
     with without_autocast(q):
         if write is None:
             write = -torch.expm1(g.float())
+        inputs = Inputs(q, k, write, None, g)
         scores, keys = run_linear_attention(
-            *(q, k, write, None, g, keys, cu_seqlens, scale, reverse),
-            precise=precise,
-            transposed=True,
-            output_dtype=torch.float32,
+            inputs, keys, cu_seqlens, scale, reverse, precise=precise, transposed=True, output_dtype=torch.float32
         )
-        weights = ACTIVATIONS[activation](scores)
+        inputs = Inputs(ACTIVATIONS[activation](scores), write, v, g, None)
         o, values = run_linear_attention(
-            weights, write, v, g, None, values, cu_seqlens, 1.0, reverse, precise=precise, output_dtype=v.dtype
+            inputs, values, cu_seqlens, 1.0, reverse, precise=precise, output_dtype=v.dtype
         )
     return o, (keys, values) if output_final_state else None

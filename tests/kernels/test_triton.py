@@ -596,12 +596,12 @@ def linear_segments(monkeypatch):
     monkeypatch.setattr(triton_linear, "_find_span", lambda *sizes: 2)
     walks = []
 
-    class Watched(triton_linear._Passes):
+    class Watched(triton_linear._Call):
         def __init__(self, *call):
             super().__init__(*call)
             walks.append(self.walks)
 
-    monkeypatch.setattr(triton_linear, "_Passes", Watched)
+    monkeypatch.setattr(triton_linear, "_Call", Watched)
     return walks
 
 
@@ -748,6 +748,17 @@ def test_a_loss_on_the_output_alone_of_strided_inputs(interpreted, op):
         grads = torch.autograd.grad(o.square().sum(), list(leaves.tensors.values()), materialize_grads=True)
         found.append([o.double(), *(grad.double() for grad in grads)])
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("op", "variant"), [("linear_attention", "channel_gated"), ("orthogonal_recurrence", "gated")])
+def test_the_stride_of_a_single_token_does_not_matter(interpreted, op, variant):
+    inputs = make_inputs(op, variant, tokens=1, dtype=torch.float32)
+    strides = {name: (x.stride(0), x.numel(), *x.stride()[2:]) for name, x in inputs.sequences.items()}
+    turned = inputs.replace({name: x.as_strided(x.shape, strides[name]) for name, x in inputs.sequences.items()})
+    expected = gradients(inputs, backend="triton")
+    for name, x in gradients(turned, backend="triton").items():
+        assert torch.equal(x, expected[name]), name
 
 
 @pytest.mark.slow
