@@ -4,13 +4,13 @@ With the tokens of one chunk as rows, P the write keys times beta, b the sum of 
 and c = b where the read is after the decay, or b of the row before where it is before the decay,
 
     L_ij = Σ_d k_id p_jd e^{c_id - b_jd}, j < i      A_ij = Σ_d q_id p_jd e^{b_id - b_jd}, j <= i
-    X = (I + L)^{-1}      W = X (e^c ⊙ K)      U = X V - W S      O = (e^b ⊙ Q) S + A U
+    X = (I + L)^{-1}      W = -X (e^c ⊙ K)      U = X V + W S      O = (e^b ⊙ Q) S + A U
     S <- Diag(e^{b_C}) S + (e^{b_C - b} ⊙ P)ᵀ U
 
 U is what is written: the error of each token given the writes before it. With value keys a, and M and N as L and A with
 a in place of p,
 
-    U = -X M V - W S      O = (e^b ⊙ Q) S + A U + N V
+    U = -X M V + W S      O = (e^b ⊙ Q) S + A U + N V
     S <- Diag(e^{b_C}) S + (e^{b_C - b} ⊙ P)ᵀ U + (e^{b_C - b} ⊙ a)ᵀ V
 
 Only the state runs over chunks one after the other; everything else is batched over all of them.
@@ -108,7 +108,7 @@ class Inputs(NamedTuple):
 class _Parts(NamedTuple):
     """What does not depend on the state, [n, M, C, ...].
 
-    query: e^b ⊙ Q; attention: A; inverse: X; xv: X V, or with value keys -X M V; w: W; write: e^{b_C - b} ⊙ P;
+    query: e^b ⊙ Q; attention: A; inverse: X; xv: X V, or with value keys -X M V; minus_w: -W; write: e^{b_C - b} ⊙ P;
     whole: e^{b_C} in the layout of the state, None without a gate. With value keys, nv: N V and
     added: (e^{b_C - b} ⊙ a)ᵀ V.
     """
@@ -117,7 +117,7 @@ class _Parts(NamedTuple):
     attention: Tensor
     inverse: Tensor
     xv: Tensor
-    w: Tensor
+    minus_w: Tensor
     write: Tensor
     whole: Tensor | None
     nv: Tensor | None
@@ -133,7 +133,7 @@ def _exported(inputs: Inputs, state: Tensor, scale: float, before: bool, chunk_s
     if unroll:
         states, u, final = _state_pass(rows, parts)
     else:
-        given = [x for x in (parts.xv, parts.w, parts.write, parts.whole, parts.added) if x is not None]
+        given = [x for x in (parts.xv, parts.minus_w, parts.write, parts.whole, parts.added) if x is not None]
         step = _chunk_step(has_decay=parts.whole is not None, has_added=parts.added is not None)
         final, states, u = scan(step, rows, given)
     return join_chunks(_read_out(parts, states, u), batch, heads, tokens), final.reshape(state.shape)
@@ -239,8 +239,8 @@ def _make_parts(inputs: Inputs, scale: float, before: bool, dtype: torch.dtype, 
         nv = _pairs(query, own, gate, between) @ value
         added = times(own, until).transpose(-1, -2) @ value
     attention = _pairs(query, write, gate, between)
-    w = inverse @ times(key, since_read)
-    return _Parts(times(query, since), attention, inverse, xv, w, times(write, until), whole, nv, added)
+    minus_w = inverse @ times(key, since_read)
+    return _Parts(times(query, since), attention, inverse, xv, minus_w, times(write, until), whole, nv, added)
 
 
 def _decays(g: Tensor | None, before: bool) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
@@ -255,13 +255,13 @@ def _decays(g: Tensor | None, before: bool) -> tuple[Tensor | None, Tensor | Non
     return since, since_read, later_sum(g).exp(), g.sum(-2).unsqueeze(-1).exp()
 
 
-def _pairs(x: Tensor, w: Tensor, g: Tensor | None, between: Tensor | None) -> Tensor:
-    """Σ_k x_ik w_jk e^{b_ik - b_jk} for i >= j, else 0: [..., C, C]; `between` holds the decays of a gate per head."""
+def _pairs(x: Tensor, p: Tensor, g: Tensor | None, between: Tensor | None) -> Tensor:
+    """Σ_d x_id p_jd e^{b_id - b_jd} for i >= j, else 0: [..., C, C]; `between` holds the decays of a gate per head."""
     if g is not None and between is None:
         size = x.shape[-2]
-        products = decayed_products(_flat(x), _flat(w), _flat(g))
+        products = decayed_products(_flat(x), _flat(p), _flat(g))
         return products.reshape(x.shape[:-2] + (size, size))  # noqa: RUF005 (TorchScript)
-    return times(x @ w.transpose(-1, -2), between).tril()
+    return times(x @ p.transpose(-1, -2), between).tril()
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -269,11 +269,11 @@ def _flat(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-2], x.shape[-1])
 
 
-def _strict_pairs(x: Tensor, w: Tensor, g: Tensor | None, between: Tensor | None, before: bool) -> Tensor:
+def _strict_pairs(x: Tensor, p: Tensor, g: Tensor | None, between: Tensor | None, before: bool) -> Tensor:
     """`_pairs` for i > j with the decays of reads. A read before the decay is a query of the row above."""
     if before:
-        return _down(_pairs(_up(x), w, g, between))
-    return _pairs(x, w, g, between).tril(-1)
+        return _down(_pairs(_up(x), p, g, between))
+    return _pairs(x, p, g, between).tril(-1)
 
 
 def _up(x: Tensor) -> Tensor:
@@ -293,7 +293,7 @@ def _state_pass(state: Tensor, parts: _Parts) -> tuple[Tensor, Tensor, Tensor]:
     whole, added = parts.whole, parts.added
     for i in range(parts.xv.shape[0]):
         states.append(state)
-        u.append(torch.baddbmm(parts.xv[i], parts.w[i], state, alpha=-1.0))
+        u.append(torch.baddbmm(parts.xv[i], parts.minus_w[i], state, alpha=-1.0))
         if whole is not None:
             state = state * whole[i]
         if added is not None:
@@ -305,8 +305,8 @@ def _state_pass(state: Tensor, parts: _Parts) -> tuple[Tensor, Tensor, Tensor]:
 def _chunk_step(*, has_decay: bool, has_added: bool) -> Callable[..., list[Tensor]]:
     """One step of `_state_pass` in the form of the scan operator: its outputs share no memory."""
 
-    def step(state: Tensor, xv: Tensor, w: Tensor, write: Tensor, *others: Tensor) -> list[Tensor]:
-        u = torch.baddbmm(xv, w, state, alpha=-1.0)
+    def step(state: Tensor, xv: Tensor, minus_w: Tensor, write: Tensor, *others: Tensor) -> list[Tensor]:
+        u = torch.baddbmm(xv, minus_w, state, alpha=-1.0)
         after = state * others[0] if has_decay else state
         if has_added:
             after = after + others[-1]
@@ -354,11 +354,11 @@ def _backward(
         query = query * scale
     if wanted.through_updates:
         query_since, write_until = times(query, since), times(write, until)
-        w = inverse @ key_since
+        minus_w = inverse @ key_since
         d_u = _pairs(query, write, *decays).mT @ d_out
         # gradient of the state before each chunk, without the part through the state after the chunk
-        d_before = torch.baddbmm(query_since.mT @ d_out, w.mT, d_u, alpha=-1)
-        d_state, d_after = _state_pass_backward(d_final.flatten(0, 1), d_before, w, write_until, whole)
+        d_before = torch.baddbmm(query_since.mT @ d_out, minus_w.mT, d_u, alpha=-1)
+        d_state, d_after = _state_pass_backward(d_final.flatten(0, 1), d_before, minus_w, write_until, whole)
     if any(wanted[1:-1]):
         d_errors = inverse.mT @ d_u.baddbmm_(write_until, d_after)
 
@@ -414,40 +414,40 @@ def _sum_to(x: Tensor, gate: Tensor) -> Tensor:
     return x.sum(-1, keepdim=True) if gate.shape[-1] == 1 else x
 
 
-def _add_pairs(d_pairs: Tensor, x: Tensor, w: Tensor, g: Any, between: Any, d_x: Any, d_w: Any, d_g: Any) -> None:
-    """Add the gradients that pass through `_pairs` to those of x, w and the gate, where they are not None."""
+def _add_pairs(d_pairs: Tensor, x: Tensor, p: Tensor, g: Any, between: Any, d_x: Any, d_p: Any, d_g: Any) -> None:
+    """Add the gradients that pass through `_pairs` to those of x, p and the gate, where they are not None."""
     if g is not None and between is None:
-        totals = d_x, d_w, d_g
-        parts = decayed_products_backward(x, w, g, d_pairs, *(total is not None for total in totals))
+        totals = d_x, d_p, d_g
+        parts = decayed_products_backward(x, p, g, d_pairs, *(total is not None for total in totals))
         for total, part in zip(totals, parts, strict=True):
             if total is not None:
                 total += part
         return
     if d_g is not None:
-        d_g += decay_matrix_backward(d_pairs * _pairs(x, w, g, between))
+        d_g += decay_matrix_backward(d_pairs * _pairs(x, p, g, between))
     d_pairs = times(d_pairs, between)
     if d_x is not None:
-        d_x.baddbmm_(d_pairs, w)
-    if d_w is not None:
-        d_w.baddbmm_(d_pairs.mT, x)
+        d_x.baddbmm_(d_pairs, p)
+    if d_p is not None:
+        d_p.baddbmm_(d_pairs.mT, x)
 
 
 def _add_strict_pairs(
-    d_pairs: Tensor, x: Tensor, w: Tensor, g: Any, between: Any, before: bool, d_x: Any, d_w: Any, d_g: Any
+    d_pairs: Tensor, x: Tensor, p: Tensor, g: Any, between: Any, before: bool, d_x: Any, d_p: Any, d_g: Any
 ) -> None:
     """`_add_pairs` for `_strict_pairs`; what `d_pairs` holds on the diagonal and above it is not read."""
     d_pairs = d_pairs.tril_(-1)
     if not before:
-        _add_pairs(d_pairs, x, w, g, between, d_x, d_w, d_g)
+        _add_pairs(d_pairs, x, p, g, between, d_x, d_p, d_g)
         return
     d_up: Any = None if d_x is None else torch.zeros_like(d_x)
-    _add_pairs(_up(d_pairs), _up(x), w, g, between, d_up, d_w, d_g)
+    _add_pairs(_up(d_pairs), _up(x), p, g, between, d_up, d_p, d_g)
     if d_x is not None:
         d_x += _down(d_up)
 
 
 def _state_pass_backward(
-    d_state: Tensor, d_before: Tensor, w: Tensor, write: Tensor, whole: Tensor | None
+    d_state: Tensor, d_before: Tensor, minus_w: Tensor, write: Tensor, whole: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The loop backward, chunks in rows [n * M, ...]: gradients of the first state and of those after each chunk."""
     rows = d_state.shape[0]
@@ -455,6 +455,6 @@ def _state_pass_backward(
     for start in reversed(range(0, d_before.shape[0], rows)):
         chunk = slice(start, start + rows)
         d_after[chunk] = d_state
-        through = torch.baddbmm(d_before[chunk], w[chunk].mT, write[chunk] @ d_state, alpha=-1)
+        through = torch.baddbmm(d_before[chunk], minus_w[chunk].mT, write[chunk] @ d_state, alpha=-1)
         d_state = through.add_(d_state if whole is None else d_state * whole[chunk])
     return d_state, d_after

@@ -1,11 +1,11 @@
 """The delta rule backward in Triton. The formulas are those of chunk.py, `_backward`.
 
-Where the forward pass did not keep e^b Q and e^{b_C - b} W, `retreat` makes them again, or if queries or write keys are
+Where the forward pass did not keep e^b Q and e^{b_C - b} P, `retreat` makes them again, or if queries or write keys are
 float32, `weigh_rows` does. `retreat` walks from the last chunk to the first, in the segments of time of the forward
 pass (see triton_segments.py), and stores the gradients of the states after each chunk.
-The other kernels run over chunks in parallel: `differentiate_scores` (gradients of V, of tril(Q Wᵀ ⊙ D) and of L, and a
-part of that of gates) and `differentiate_inputs` (gradients of queries, keys, strengths and gates). Without a gate, up
-to 128 columns, the second one does the work of both.
+The other kernels run over chunks in parallel: `differentiate_scores` (gradients of V, A and L, and a part of that of
+gates) and `differentiate_inputs` (gradients of queries, keys, beta and gates). Without a gate, up to 128 columns, the
+second one does the work of both.
 
 A matrix that is needed both as it is and transposed goes through memory in between: a transposed result of one matrix
 product as the left operand of another gives wrong numbers on Hopper in Triton 3.4 to 3.7. The kernels exchange tiles
@@ -30,6 +30,7 @@ from longseq.kernels.delta_rule.triton_kept import (
     WRITE_KEY,
     U,
     find_gradient_units,
+    find_place,
     find_units,
     load_by_columns,
     load_by_rows,
@@ -94,7 +95,7 @@ from longseq.kernels.triton_units import (
 
 @triton.jit
 def _finish_scores(d_qk, d_kk, scale, SCALED: tl.constexpr, CHUNK: tl.constexpr):
-    """Gradients of scale tril(Q Wᵀ) and of tril(R Wᵀ), as those of Q Wᵀ and R Wᵀ: each as a tile with its unit."""
+    """Gradients of A and L, without gates, as those of Q Pᵀ and K Pᵀ: each as a tile with its unit."""
     i = tl.arange(0, CHUNK)
     d_qk, qk_unit = in_units(tl.where(i[:, None] >= i[None, :], d_qk * scale, 0.0), SCALED)
     d_kk, kk_unit = in_units(tl.where(i[:, None] > i[None, :], -d_kk, 0.0), SCALED)
@@ -120,17 +121,16 @@ def weigh_rows(
     """One chunk of one head: queries times scale and write keys times beta, the tiles of the forward pass."""
     SCALED: tl.constexpr = queries.dtype.element_ty == tl.float16
     CUT: tl.constexpr = SCALED and (K <= 64 and V <= 64)
-    head = (tl.program_id(0) % H).to(tl.int64)
-    slot = (tl.program_id(0) // H).to(tl.int64)
+    _, head, slot = find_place(H, 1, 1)
     place = slot * H + head
     row, start, live = chunk(slot, T, cu_seqlens, sequence_of, cu_seqlens is not None, CHUNK, REVERSE)
     if live <= 0:
         return
     t = row * T + start
     NEXT = direction(REVERSE)
-    q += t * q_token + head * K
-    write_key += t * write_token + head * K
-    beta += t * beta_token + head
+    q += head * K + t * q_token
+    write_key += head * K + t * write_token
+    beta += head + t * beta_token
     betas = load_numbers(beta, beta_token * NEXT, live, CHUNK)
     if SCALED:
         packed = tl.load(find_units(units, place, V) + PACKED_UNITS)
@@ -164,11 +164,8 @@ def retreat(
     SEGMENTED: tl.constexpr = d_offsets is not None
     SUMMARY: tl.constexpr = d_states is None
     BITS: tl.constexpr = 6 if K <= 64 else 7 if K <= 128 else 8  # K is at most 2^BITS
-    blocks: tl.constexpr = (V + BLOCK - 1) // BLOCK
     tiles: tl.constexpr = (V + TILE - 1) // TILE
-    column = tl.program_id(0) % blocks * BLOCK
-    head = (tl.program_id(0) // blocks % H).to(tl.int64)
-    n = (tl.program_id(0) // blocks // H).to(tl.int64)
+    column, head, n = find_place(H, V, BLOCK)
     segment, number, last, begin = n, 0, 0, 0
     if SEGMENTED:
         n, number, last, begin, stop = find_segment(
@@ -180,11 +177,11 @@ def retreat(
     if not SEGMENTED:
         stop = tl.cdiv((end - start).to(tl.int32), CHUNK)
     NEXT = direction(REVERSE)
-    d_output += row * T * do_token + head * V
+    d_output += head * V + row * T * do_token
     if WEIGH:
-        queries += row * T * q_token + head * K
-        writes += row * T * write_token + head * K
-        beta += row * T * beta_token + head
+        queries += head * K
+        writes += head * K
+        beta += head + row * T * beta_token
     d_state = ()
     for e in tl.static_range(0, K, STEP):
         piece = tl.zeros((BLOCK, STEP), tl.float32)
@@ -217,7 +214,7 @@ def retreat(
         later_betas = load_betas(beta, beta_token, tl.maximum(stop - 1, 0), start, end, REVERSE, CHUNK)
     for back in range(0, stop - begin):
         m = stop - 1 - back
-        t = token_after(m * CHUNK, start, end, REVERSE)
+        t = row * T + token_after(m * CHUNK, start, end, REVERSE)
         live = (end - start).to(tl.int32) - m * CHUNK if CUT else end - start - m * CHUNK
         place = (slot + m) * H + head
         left_units = find_gradient_units(d_units, place, V)
@@ -369,8 +366,7 @@ def differentiate_scores(
     CUT: tl.constexpr = SCALED and (K <= 64 and V <= 64)
     DTYPE: tl.constexpr = q.dtype.element_ty if RAW and SCALED else products.dtype.element_ty
     tiles: tl.constexpr = (V + TILE - 1) // TILE
-    head = (tl.program_id(0) % H).to(tl.int64)
-    slot = (tl.program_id(0) // H).to(tl.int64)
+    _, head, slot = find_place(H, 1, 1)
     row, start, live = chunk(slot, T, cu_seqlens, sequence_of, cu_seqlens is not None, CHUNK, REVERSE)
     if live <= 0:
         return
@@ -378,9 +374,14 @@ def differentiate_scores(
     NEXT = direction(REVERSE)
     place = slot * H + head
     units, d_units = find_units(units, place, V), find_gradient_units(d_units, place, V)
-    d_output += t * do_token + head * V
+    d_output += head * V + t * do_token
     do_token *= NEXT
     d_v += (t * H + head) * V
+    if d_gates is not None:
+        q += head * K + t * q_token
+        k += head * K + t * k_token
+        write_key += head * K + t * write_token
+        beta += head + t * beta_token
 
     x = load_by_rows(products + place * 2 * CHUNK * CHUNK, live, 0, CHUNK, CUT, CHUNK, CHUNK)
     x_unit = load_unit(units, INVERSE, SCALED)
@@ -425,7 +426,7 @@ def differentiate_scores(
     d_kk = d_kk * dv_unit * u_unit
     i = tl.arange(0, CHUNK)
     if GATED:
-        gate = load_numbers(g + t * g_token + head, g_token * NEXT, live, CHUNK)
+        gate = load_numbers(g + head + t * g_token, g_token * NEXT, live, CHUNK)
         between = decay_of_logs(log_decays(gate, CHUNK)[0]) if SCALED else decay_by_difference(gate, CHUNK)
         d_qk *= between
         d_kk *= between
@@ -441,10 +442,6 @@ def differentiate_scores(
     if d_gates is not None:
         # A gate acts on reads after it of writes before it. Only pairs of tokens that it separates are added up: a sum
         # from which the pairs on one side of it are subtracted again loses what a strong gate leaves.
-        q += t * q_token + head * K
-        k += t * k_token + head * K
-        write_key += t * write_token + head * K
-        beta += t * beta_token + head
         query_unit, key_unit, write_unit = 1.0, 1.0, 1.0
         query_inverse, key_inverse, write_inverse = 1.0, 1.0, 1.0
         if SCALED and not RAW:
@@ -487,13 +484,9 @@ def differentiate_inputs(
     REST: tl.constexpr = d_k is not None
     SCORES: tl.constexpr = d_products is None
     tl.static_assert(not (SCORES and GATED), "registers do not suffice for scores with gates")
-    blocks: tl.constexpr = (K + BLOCK - 1) // BLOCK
     tiles: tl.constexpr = (V + TILE - 1) // TILE
     steps: tl.constexpr = (V + STEP - 1) // STEP
-    block = tl.program_id(0) % blocks
-    column = block * BLOCK
-    head = (tl.program_id(0) // blocks % H).to(tl.int64)
-    slot = (tl.program_id(0) // blocks // H).to(tl.int64)
+    column, head, slot = find_place(H, K, BLOCK)
     row, start, live = chunk(slot, T, cu_seqlens, sequence_of, cu_seqlens is not None, CHUNK, REVERSE)
     if live <= 0:
         return
@@ -501,19 +494,17 @@ def differentiate_inputs(
     NEXT = direction(REVERSE)
     place = slot * H + head
     token = t * H + head
+    part = (column // BLOCK).to(tl.int64) * tokens * H + token  # in the parts of beta's and g's gradients
     i = tl.arange(0, CHUNK)
     units, d_units = find_units(units, place, V), find_gradient_units(d_units, place, V)
-    q += t * q_token + head * K
-    k += t * k_token + head * K
-    write_key += t * write_token + head * K
-    d_output += t * do_token + head * V
+    q += head * K + t * q_token
+    k += head * K + t * k_token
+    write_key += head * K + t * write_token
+    d_output += head * V + t * do_token
     q_token *= NEXT
     k_token *= NEXT
     write_token *= NEXT
     do_token *= NEXT
-    if GATED:
-        g += t * g_token + head
-        g_token *= NEXT
 
     # All value columns are summed in the largest of their units.
     u_units = units + U
@@ -551,7 +542,7 @@ def differentiate_inputs(
             du, u_tile, do = dus[e // STEP], us[e // STEP], dos[e // STEP].to(tl.float32)
             dv = tl.dot(tl.trans(x), tl.trans(du), input_precision=PRECISION)
             dv *= x_unit * load_unit(dv_units, e // TILE, SCALED)
-            store_tokens(d_v + token * V, H * V * NEXT, tl.where(block == 0, live, 0), e, dv, V, CHUNK, STEP)
+            store_tokens(d_v + token * V, H * V * NEXT, tl.where(column == 0, live, 0), e, dv, V, CHUNK, STEP)
             dv, unit = in_units(dv, SCALED)
             gradients, gradient_units = gradients + (dv,), gradient_units + (unit,)
             if SCALED:
@@ -619,7 +610,7 @@ def differentiate_inputs(
                 d_whole += tl.sum(kept, 0)
     dq *= scale
     dk = -dk
-    betas = load_numbers(beta + t * beta_token + head, beta_token * NEXT, live, CHUNK)
+    betas = load_numbers(beta + head + t * beta_token, beta_token * NEXT, live, CHUNK)
     query = load_tokens(q, q_token, live, column, K, CHUNK, BLOCK)
     key = load_tokens(k, k_token, live, column, K, CHUNK, BLOCK)
     write = key
@@ -635,7 +626,7 @@ def differentiate_inputs(
     key_unit = load_unit(units, KEY, SCALED)
     write_unit = load_unit(units, WRITE_KEY, SCALED)
     # The products with the states are continued in the larger of their unit and the unit of the products with the
-    # scores. Strengths, and with them the write keys, are in the unit of the largest beta.
+    # scores. beta, and with it the write keys, is in the unit of the largest.
     betas_unit, beta_share = 1.0, betas
     query_weight, q_write_weight, k_write_weight, key_weight = 1.0, 1.0, 1.0, 1.0
     q_exponent, k_exponent, w_exponent, weighed_exponent = 0, 0, 0, 0
@@ -667,6 +658,8 @@ def differentiate_inputs(
         write_tile *= inverse_of(write_unit)
     write_tile = as_tile(write_tile, SCALED)
     if GATED:
+        g += head + t * g_token
+        g_token *= NEXT
         gate = load_numbers(g, g_token, live, CHUNK)
         since, until, whole, _ = find_decays(gate, g, g_token, live, not SCALED, CHUNK)
         if REST:
@@ -690,9 +683,9 @@ def differentiate_inputs(
             dw *= until[:, None]
             d_writes = end_walk(tl.sum(dw * write.to(tl.float32), 1) * betas, w_exponent, SCALED)
             d_writes_before = tl.cumsum(d_writes, 0)
-            d_writes_before += tl.load(d_gates + place * CHUNK + i, mask=i < tl.where(block == 0, CHUNK, 0), other=0.0)
+            d_writes_before += tl.load(d_gates + place * CHUNK + i, mask=i < tl.where(column == 0, CHUNK, 0), other=0.0)
             dg += tl.cumsum(d_reads, 0, reverse=True) + of_token_before(d_writes_before, CHUNK)
-            tl.store(d_g + block.to(tl.int64) * tokens * H + token + i * H * NEXT, dg, mask=i < live)
+            tl.store(d_g + part + i * H * NEXT, dg, mask=i < live)
         if SCORES:
             dw = tl.dot(tl.trans(query_tile), d_qk, dw, input_precision=PRECISION)
             dw = tl.trans(tl.dot(tl.trans(key_tile), d_kk, dw, input_precision=PRECISION))
@@ -703,9 +696,8 @@ def differentiate_inputs(
         dk = tl.dot(weighed, write_tile, dk, input_precision=PRECISION)
         dk = end_walk(dk, k_exponent, SCALED)
         dw = end_walk(dw, w_exponent, SCALED)
-        d_strength = tl.sum(dw * write.to(tl.float32), 1)
-        part = block.to(tl.int64) * tokens * H + token
-        tl.store(d_beta + part + i * H * NEXT, d_strength, mask=i < live)
+        betas_part = tl.sum(dw * write.to(tl.float32), 1)
+        tl.store(d_beta + part + i * H * NEXT, betas_part, mask=i < live)
         dw *= betas[:, None]
         if d_write_key is not None:
             store_tokens(d_write_key + token * K, H * K * NEXT, live, column, dw, K, CHUNK, BLOCK)

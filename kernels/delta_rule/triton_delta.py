@@ -5,11 +5,11 @@ Those of bfloat16 values are float16 products, as those of float16 values are. T
 U, states, their gradients) have 11 bits instead of 8, at the same speed, and the error of a result is that of rounding
 it to bfloat16. Each tile has its own unit (see triton_units.py), so that the range is not limited.
 
-No sum depends on the order in which programs run: the result is the same in every run. The forward pass keeps X,
-tril(Q Wᵀ ⊙ D), -X e^b R, U and the states before each chunk for the backward pass: about 2 C + K + V + K V / C numbers
-for each token and head, with C = 64. With a gate, 256 columns or few segments of time these are 2 K more, for e^b Q and
-e^{b_C - b} W, which the walks else make from q and k. With `recompute` the forward pass keeps only its inputs, and the
-backward pass begins with a forward pass. For segments of time it also keeps transitions.
+No sum depends on the order in which programs run: the result is the same in every run. The forward pass keeps X, A,
+W, U and the states before each chunk for the backward pass: about 2 C + K + V + K V / C numbers for each token and
+head, with C = 64. With a gate, 256 columns or few segments of time these are 2 K more, for e^b Q and e^{b_C - b} P,
+which the walks else make from q and k. With `recompute` the forward pass keeps only its inputs, and the backward pass
+begins with a forward pass. For segments of time it also keeps transitions.
 """
 
 import math
@@ -543,7 +543,7 @@ class _Kept(NamedTuple):
     products: Tensor  # X and A
     queries: Tensor  # e^b Q
     writes: Tensor  # e^{b_C - b} P
-    w: Tensor  # -W
+    w: Tensor  # W
     u: Tensor  # (X V)ᵀ, then Uᵀ
     states: Tensor  # Sᵀ before each chunk
     transitions: Tensor  # of each segment of time from the second to the last but one

@@ -1,4 +1,4 @@
-"""The delta rule forward in Triton. The formulas are those of chunk.py; e^b, D, X, U are named as there.
+"""The delta rule forward in Triton. The formulas and letters are those of chunk.py.
 
 `prepare` runs over chunks in parallel and stores tiles that need no further scaling but by their units (see
 triton_units.py). Then `advance` walks along time and stores the outputs. In float32 the tiles are too large for that:
@@ -32,6 +32,7 @@ from longseq.kernels.delta_rule.triton_kept import (
     TILE,
     WRITE_KEY,
     U,
+    find_place,
     find_units,
     load_by_rows,
     pack_units,
@@ -178,11 +179,11 @@ def _prepare_chunk(
     row, start, live = chunk(slot, T, cu_seqlens, sequence_of, cu_seqlens is not None, CHUNK, REVERSE)
     t = row * T + start
     NEXT = direction(REVERSE)
-    q += t * q_token + head * K
-    k += t * k_token + head * K
-    v += t * v_token + head * V
-    write_key += t * write_token + head * K
-    beta += t * beta_token + head
+    q += head * K + t * q_token
+    k += head * K + t * k_token
+    v += head * V + t * v_token
+    write_key += head * K + t * write_token
+    beta += head + t * beta_token
     units = find_units(units, place, V)
     q_token *= NEXT
     k_token *= NEXT
@@ -194,7 +195,7 @@ def _prepare_chunk(
     until = since
     EXACT: tl.constexpr = AGAIN or not SCALED
     if GATED:
-        g += t * g_token + head
+        g += head + t * g_token
         g_token *= NEXT
         gate = load_numbers(g, g_token, live, CHUNK)
 
@@ -360,7 +361,7 @@ def prepare(
     RAW: tl.constexpr, AGAIN: tl.constexpr, PARTS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
     OWN_WRITE_KEY: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one head: A, -W, (X V)ᵀ and e^{b_C}; if SAVE, X.
+    """One chunk of one head: A, W, (X V)ᵀ and e^{b_C}; if SAVE, X.
 
     ROWS: with 1, e^{b_C - b} P is stored as well, and with 2 also e^b Q; with 0 `advance` makes both from q and write
     keys. RAW: products of queries and keys are of their own type, not of tiles. AGAIN, those of AGAIN chunks, out of
@@ -421,10 +422,7 @@ def advance(
     SCALED: tl.constexpr = products.dtype.element_ty == tl.float16
     CUT: tl.constexpr = SCALED and (K <= 64 and V <= 64)
     SEGMENTED: tl.constexpr = offsets is not None
-    blocks: tl.constexpr = (V + BLOCK - 1) // BLOCK
-    column = tl.program_id(0) % blocks * BLOCK
-    head = (tl.program_id(0) // blocks % H).to(tl.int64)
-    n = (tl.program_id(0) // blocks // H).to(tl.int64)
+    column, head, n = find_place(H, V, BLOCK)
     segment, number, last, begin = n, 0, 0, 0
     if SEGMENTED:
         n, number, last, begin, stop = find_segment(
@@ -436,10 +434,10 @@ def advance(
     if output is not None:
         output += ((row * T + token_after(0, start, end, REVERSE)) * H + head) * V
     if WEIGH > 0:
-        queries += row * T * q_token + head * K
+        queries += head * K
     if WEIGH == BOTH:
-        writes += row * T * write_token + head * K
-        beta += row * T * beta_token + head
+        writes += head * K
+        beta += head + row * T * beta_token
     if not SEGMENTED:
         stop = tl.cdiv(tokens, CHUNK)
 
@@ -487,7 +485,7 @@ def advance(
             later_whole = tl.load(decays + following)
         query_rows, write_rows = queries + place * CHUNK * K, writes + place * CHUNK * K
         query_weight, write_weight = scale, 1.0
-        t = token_after(m * CHUNK, start, end, REVERSE)
+        t = row * T + token_after(m * CHUNK, start, end, REVERSE)
         if WEIGH > 0:
             query_rows = queries + t * q_token
             query_weight = scale * two_to(-unpack_queries(packed))
@@ -536,10 +534,7 @@ def read_out(
     STEP: tl.constexpr,
 ):  # fmt: skip
     """BLOCK value columns of one chunk of one head: the output, in float32."""
-    blocks: tl.constexpr = (V + BLOCK - 1) // BLOCK
-    column = tl.program_id(0) % blocks * BLOCK
-    head = (tl.program_id(0) // blocks % H).to(tl.int64)
-    slot = (tl.program_id(0) // blocks // H).to(tl.int64)
+    column, head, slot = find_place(H, V, BLOCK)
     place = slot * H + head
     row, start, live = chunk(slot, T, cu_seqlens, sequence_of, cu_seqlens is not None, CHUNK, REVERSE)
     if live <= 0:
@@ -547,7 +542,7 @@ def read_out(
     t = row * T + start
     NEXT = direction(REVERSE)
 
-    q += t * q_token + head * K
+    q += head * K + t * q_token
     a = load_block(products + (place * 2 + 1) * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
     u_tile = load_block(u + place * CHUNK * V, column, 0, V, CHUNK, BLOCK, CHUNK)
     o = tl.zeros((CHUNK, BLOCK), tl.float32)
@@ -557,7 +552,7 @@ def read_out(
         o = tl.dot(query, tl.trans(state), o, input_precision=PRECISION)
     o *= scale
     if g is not None:
-        g += t * g_token + head
+        g += head + t * g_token
         o *= decay_since(load_numbers(g, g_token * NEXT, live, CHUNK))[:, None]
     o = tl.dot(a, tl.trans(u_tile), o, input_precision=PRECISION)
     store_tokens(output + (t * H + head) * V, H * V * NEXT, live, column, o, V, CHUNK, BLOCK)
@@ -778,8 +773,7 @@ def read_through(
     in float32 inside the loop, though it hardly ever runs, makes all chunks slower. Gates take registers of their own,
     and one loop is faster then.
     """
-    head = (tl.program_id(0) % H).to(tl.int64)
-    n = (tl.program_id(0) // H).to(tl.int64)
+    _, head, n = find_place(H, 1, 1)
     row, start, end, _ = sequence(n, T, cu_seqlens, cu_seqlens is not None, CHUNK)
     first = row * T
     q += first * q_token + head * K

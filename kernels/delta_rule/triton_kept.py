@@ -7,7 +7,7 @@ Units are numbers in one row of memory. Tiles of value columns have one for each
 units of
 
     INVERSE X
-    PACKED_UNITS, in one number: of -W, e^{b_C - b} P, e^b Q and A, see `pack_units`
+    PACKED_UNITS, in one number: of W, e^{b_C - b} P, e^b Q and A, see `pack_units`
     QUERY, KEY, WRITE_KEY    of q, k and write_key as they came
     SIZE    of X, which is no unit: see `inverse_size`
     U, by tiles: X V, then U    after those, by tiles: the state before the chunk
@@ -37,6 +37,14 @@ D_OUTPUT = tl.constexpr(2)
 
 # Of products of float32 tiles: three TF32 products each. Products of half precision are exact.
 PRECISION = tl.constexpr("tf32x3")
+
+
+@triton.jit
+def find_place(H, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """This program's first column of WIDTH, in blocks of BLOCK, its head, and its sequence, segment or slot."""
+    blocks: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    column = tl.program_id(0) % blocks * BLOCK
+    return column, (tl.program_id(0) // blocks % H).to(tl.int64), (tl.program_id(0) // blocks // H).to(tl.int64)
 
 
 @triton.jit

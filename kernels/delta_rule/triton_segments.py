@@ -1,12 +1,11 @@
 """Segments of time for the delta rule in Triton: programs walk through the parts of a long sequence side by side.
 
-With E = -X e^b R (`w`) and N = e^{b_C - b} W (`writes`) a chunk's step is linear in the state, and so is that of
-the state's gradient back,
+With Y = e^{b_C - b} P (`writes`) a chunk's step is linear in the state, and so is that of the state's gradient back,
 
-    Sᵀ <- Sᵀ M + (X V)ᵀ N,   M = e^{b_C} I + Eᵀ N            dSᵀ <- dSᵀ Mᵀ + ...
+    Sᵀ <- Sᵀ F + (X V)ᵀ Y,   F = e^{b_C} I + Wᵀ Y            dSᵀ <- dSᵀ Fᵀ + ...
 
 A segment is a run of chunks. `summarize` walks through it from the identity, which gives its transition, the product of
-its M; and from a zero state, which gives its offset. `retreat` finds the offsets of gradients in the same way. The walk
+its F; and from a zero state, which gives its offset. `retreat` finds the offsets of gradients in the same way. The walk
 of the first segment begins from the initial state, and backwards the walk of the last one from the final state's
 gradient. So only the segments between them need transitions, which are the same for both passes. `connect` computes the
 states at the segments' borders, from which `advance` and `retreat` begin. Transitions are rounded like the states in
@@ -22,6 +21,7 @@ from longseq.kernels.delta_rule.triton_kept import (
     SIZE,
     TILE,
     U,
+    find_place,
     find_units,
     load_by_columns,
     load_by_rows,
@@ -237,7 +237,7 @@ def follow_unit(state, exponent, product, apart, BY_ROW: tl.constexpr):
 
 @triton.jit
 def load_betas(beta, beta_token, m, start, end, REVERSE: tl.constexpr, CHUNK: tl.constexpr):
-    """The strengths of chunk m of a sequence."""
+    """beta of chunk m of a sequence."""
     beta += token_after(m * CHUNK, start, end, REVERSE) * beta_token
     return load_numbers(beta, beta_token * direction(REVERSE), end - start - m * CHUNK, CHUNK)
 
@@ -518,10 +518,7 @@ def connect(
     BACK: the gradients of the states before segments, from the last segment on.
     """
     SCALED: tl.constexpr = transitions.dtype.element_ty == tl.float16
-    blocks: tl.constexpr = (V + BLOCK - 1) // BLOCK
-    column = tl.program_id(0) % blocks * BLOCK
-    head = (tl.program_id(0) // blocks % H).to(tl.int64)
-    n = (tl.program_id(0) // blocks // H).to(tl.int64)
+    column, head, n = find_place(H, V, BLOCK)
     _, start, end, _ = sequence(n, T, cu_seqlens, cu_seqlens is not None, CHUNK)
     segments = tl.cdiv((end - start).to(tl.int32), span * CHUNK)
     first = n * segments
