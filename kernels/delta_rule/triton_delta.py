@@ -378,7 +378,7 @@ class _Call(NamedTuple):
 
 
 class _Sequences(NamedTuple):
-    """The sequences of a call as kernels take them; backward, `v` is the gradient of the outputs."""
+    """The sequences of a call as kernels take them (see `evenly`); backward, `v` is the gradient of the outputs."""
 
     q: Tensor
     k: Tensor
@@ -631,7 +631,8 @@ def delta_rule_backward(
     d_q, d_k, d_write_key = _allocate_gradients(q, k, write_key, d_output, reads, rest)
     d_v = d_output.new_empty(d_output.shape)
     parts = cdiv(plan.key_dim, plan.block(plan.differentiate, plan.key_dim))
-    d_beta, d_g = (_allocate_parts(parts, beta, x if rest else None) for x in (beta, g))
+    of_numbers = [x if rest and x is not None else beta.new_empty((0,)) for x in (beta, g)]
+    d_beta, d_g = (_allocate_parts(parts, x) for x in of_numbers)
     weigh = plan.weighs(inputs.q, inputs.write)
     # On an H200, products of queries and gradients as they came make the walk of segments 5 to 11 % faster, and that of
     # whole sequences 10 % slower.
@@ -664,7 +665,7 @@ def delta_rule_backward(
             *(d_q if reads else None, d_k if rest else None, d_v, d_beta),
             *(None if write_key is None else d_write_key, d_g),
         )
-    d_beta, d_g = (_add_up(x, like if rest else None) for x, like in ((d_beta, beta), (d_g, g)))
+    d_beta, d_g = map(_add_up, (d_beta, d_g), of_numbers)
     return d_q, d_k, d_v, d_beta, d_write_key, d_g, d_initial
 
 
@@ -737,29 +738,24 @@ def _(q, k, beta, write_key, g, cu_seqlens, kept, d_output, d_final, scale, reve
 
 def _allocate_gradients(
     q: Tensor, k: Tensor, write_key: Tensor | None, d_output: Tensor, reads: bool, rest: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Buffers for the gradients of q, k and write_key; empty for those that are not needed."""
-    return (
-        _gradient(q, d_output) if reads else q.new_empty((0,)),
-        _gradient(k, d_output) if rest else k.new_empty((0,)),
-        _gradient(write_key, d_output) if rest and write_key is not None else k.new_empty((0,)),
+) -> tuple[Tensor, ...]:
+    """Buffers for the gradients of q, k and write_key, each in the wider of its type and d_output's; empty for those
+    that are not needed.
+    """
+    needed = (q if reads else None, k if rest else None, write_key if rest else None)
+    return tuple(
+        q.new_empty((0,)) if x is None else x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, d_output.dtype))
+        for x in needed
     )
 
 
-def _gradient(x: Tensor, d_output: Tensor) -> Tensor:
-    """A buffer for a gradient of x, in the wider of the types of x and d_output."""
-    return x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, d_output.dtype))
-
-
-def _allocate_parts(parts: int, beta: Tensor, like: Tensor | None) -> Tensor:
+def _allocate_parts(parts: int, like: Tensor) -> Tensor:
     """A buffer for a gradient [B, T, H]; several parts in float32, which are summed later, if programs share it."""
-    if like is None:
-        return beta.new_empty((0,))
     return like.new_empty(like.shape) if parts == 1 else like.new_empty((parts, *like.shape), dtype=torch.float32)
 
 
-def _add_up(parts: Tensor, like: Tensor | None) -> Tensor:
-    if like is None or parts.dim() == like.dim():
+def _add_up(parts: Tensor, like: Tensor) -> Tensor:
+    if parts.dim() == like.dim():
         return parts
     if len(parts) == 2:  # one launch, which rounds the sum itself
         return torch.add(*parts, out=like.new_empty(like.shape))
@@ -789,9 +785,7 @@ def _differentiate(ctx, d_output, d_final, *_):
     needed = ctx.needs_input_grad
     reads, rest = needed[0], needed[1] or any(needed[3:6])
     d_q, d_k, d_v, d_beta, d_write_key, d_g, d_initial = delta_rule_backward(
-        *(q, k, beta, write_key, g, cu_seqlens, kept, d_output, d_final, ctx.scale, ctx.reverse, ctx.half),
-        reads,
-        rest,
+        q, k, beta, write_key, g, cu_seqlens, kept, d_output, d_final, ctx.scale, ctx.reverse, ctx.half, reads, rest
     )
     return (
         d_q if reads else None,
@@ -801,12 +795,7 @@ def _differentiate(ctx, d_output, d_final, *_):
         d_write_key if rest and write_key is not None else None,
         d_g if rest and g is not None else None,
         None if ctx.initial_dtype is None else d_initial.to(ctx.initial_dtype),
-        None,
-        None,
-        None,
-        None,
-        None,
-        None,
+        *(None,) * 6,
     )
 
 

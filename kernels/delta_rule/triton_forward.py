@@ -159,8 +159,7 @@ def _multiply_tiles(x, rows, SCALED: tl.constexpr):
 
 @triton.jit
 def _prepare_chunk(
-    place, q, k, v, beta, write_key, g, cu_seqlens, sequence_of, products, queries, writes, w, u, decays, units,
-    scale, T, H, q_token, k_token, v_token, beta_token, write_token, g_token,
+    place, inputs, steps, results, cu_seqlens, sequence_of, scale, T, H,
     K: tl.constexpr, V: tl.constexpr, REVERSE: tl.constexpr, SAVE: tl.constexpr, ROWS: tl.constexpr,
     RAW: tl.constexpr, AGAIN: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, OWN_WRITE_KEY: tl.constexpr,
     READS: tl.constexpr, REST: tl.constexpr,
@@ -169,6 +168,9 @@ def _prepare_chunk(
 
     READS: what `advance` reads and writes the state with, A and the rows. REST: all that needs X.
     """
+    q, k, v, beta, write_key, g = inputs
+    q_token, k_token, v_token, beta_token, write_token, g_token = steps  # between tokens
+    products, queries, writes, w, u, decays, units = results
     GATED: tl.constexpr = g is not None
     SCALED: tl.constexpr = products.dtype.element_ty == tl.float16
     CUT: tl.constexpr = SCALED and (K <= 64 and V <= 64)
@@ -368,6 +370,9 @@ def prepare(
     `places` of all heads, that are not mild (see `inverse_size`), with an inverse in float32. PARTS: with 2, two
     programs share a chunk's work, which takes less time where a GPU has room for all of them.
     """
+    inputs = (q, k, v, beta, write_key, g)
+    steps = (q_token, k_token, v_token, beta_token, write_token, g_token)
+    results = (products, queries, writes, w, u, decays, units)
     if AGAIN:
         first = tl.program_id(0).to(tl.int64) * AGAIN
         place = first + tl.arange(0, AGAIN)
@@ -379,9 +384,7 @@ def prepare(
                     size = tl.load(find_units(units, first + i, V) + SIZE)
                 if size > MILD:
                     _prepare_chunk(
-                        first + i, q, k, v, beta, write_key, g, cu_seqlens, sequence_of,
-                        products, queries, writes, w, u, decays, units,
-                        scale, T, H, q_token, k_token, v_token, beta_token, write_token, g_token,
+                        first + i, inputs, steps, results, cu_seqlens, sequence_of, scale, T, H,
                         K, V, REVERSE, SAVE, ROWS, RAW, True, CHUNK, BLOCK, OWN_WRITE_KEY, True, True,
                     )  # fmt: skip
     else:
@@ -397,9 +400,7 @@ def prepare(
             for i in tl.static_range(0, PARTS):
                 if part == i:
                     _prepare_chunk(
-                        place, q, k, v, beta, write_key, g, cu_seqlens, sequence_of,
-                        products, queries, writes, w, u, decays, units,
-                        scale, T, H, q_token, k_token, v_token, beta_token, write_token, g_token,
+                        place, inputs, steps, results, cu_seqlens, sequence_of, scale, T, H,
                         K, V, REVERSE, SAVE, ROWS, RAW, False, CHUNK, BLOCK, OWN_WRITE_KEY, i == PARTS - 1, i == 0,
                     )  # fmt: skip
         elif products.dtype.element_ty == tl.float16:
@@ -653,10 +654,12 @@ def _read_chunk(
 
 @triton.jit
 def _load_first(
-    q, k, beta, g, done, start, end, q_token, k_token, beta_token, g_token,
+    inputs, steps, done, start, end,
     K: tl.constexpr, REVERSE: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """What a chunk that begins after `done` tokens needs first: beta, log gates, keys and queries."""
+    q, k, _, beta, _, g = inputs
+    q_token, k_token, _, beta_token, _, g_token = steps
     NEXT = direction(REVERSE)
     live = end - start - done
     t = token_after(done, start, end, REVERSE)
@@ -671,15 +674,17 @@ def _load_first(
 
 @triton.jit
 def _read_next(
-    state, largest, betas, gate, key, query, v, write_key, output, scale, done, start, end, H, v_token, write_token,
-    K: tl.constexpr, V: tl.constexpr, GATED: tl.constexpr, REVERSE: tl.constexpr, OWN_WRITE_KEY: tl.constexpr,
-    RAW: tl.constexpr, STEEP: tl.constexpr, AGAIN: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr,
+    state, largest, loaded, inputs, steps, output, scale, done, start, end, H,
+    K: tl.constexpr, V: tl.constexpr, REVERSE: tl.constexpr, OWN_WRITE_KEY: tl.constexpr, RAW: tl.constexpr,
+    STEEP: tl.constexpr, AGAIN: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The state after the chunk that begins after `done` tokens, and the largest size of inverses up to it.
 
     The arguments are those of `_read_sequence` and what `_load_first` has loaded.
     """
+    betas, gate, key, query = loaded
+    _, _, v, _, write_key, g = inputs
+    _, _, v_token, _, write_token, _ = steps
     NEXT = direction(REVERSE)
     live = end - start - done
     t = token_after(done, start, end, REVERSE)
@@ -687,7 +692,7 @@ def _read_next(
     until = since
     logs = betas
     whole = 1.0
-    if GATED:
+    if g is not None:
         since, until, whole, logs = decays_for_tiles(gate, CHUNK)
     write = key
     if OWN_WRITE_KEY:
@@ -695,7 +700,7 @@ def _read_next(
     value = load_tokens(v + t * v_token, v_token * NEXT, live, 0, V, CHUNK, BLOCK)
     o, state, size = _read_chunk(
         state, query, key, value, write, betas, gate, logs, since, until, whole, scale,
-        GATED, OWN_WRITE_KEY, RAW, STEEP, CHUNK,
+        g is not None, OWN_WRITE_KEY, RAW, STEEP, CHUNK,
     )  # fmt: skip
     largest = tl.maximum(largest, size)
     if AGAIN:
@@ -706,14 +711,14 @@ def _read_next(
 
 @triton.jit
 def _read_sequence(
-    q, k, v, beta, write_key, g, initial, output, scale, start, end, H,
-    q_token, k_token, v_token, beta_token, write_token, g_token,
+    inputs, steps, initial, output, scale, start, end, H,
     K: tl.constexpr, V: tl.constexpr, REVERSE: tl.constexpr, OWN_WRITE_KEY: tl.constexpr, RAW: tl.constexpr,
     STEEP: tl.constexpr, AGAIN: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The state after one head of a sequence, and the largest size of its inverses.
 
-    The arguments point to the row and the head. AGAIN, outputs are stored from the first chunk on that is not mild:
+    `inputs` point to the row and the head of q, k, v, beta, write_key and g; `steps` are their distances between
+    tokens. AGAIN, outputs are stored from the first chunk on that is not mild:
     those before it are there, and no bit of theirs depends on what comes later. Up to REST last tokens are a chunk of
     that many; AGAIN, which is rare, a whole one.
     """
@@ -723,36 +728,25 @@ def _read_sequence(
     largest = 0.0 if STEEP else tl.zeros((CHUNK,), tl.float32)
     tokens = (end - start).to(tl.int32)
     chunks = (tokens + ((CHUNK if AGAIN else REST) - 1)) // CHUNK
-    betas, gate, key, query = _load_first(
-        *(q, k, beta, g, 0, start, end, q_token, k_token, beta_token, g_token),
-        *(K, REVERSE, CHUNK, BLOCK_K),
-    )
+    loaded = _load_first(inputs, steps, 0, start, end, K, REVERSE, CHUNK, BLOCK_K)
     for m in range(0, chunks):
         # What the next chunk needs first is loaded one iteration early; values are needed late in an iteration.
-        next_betas, next_gate, next_key, next_query = _load_first(
-            *(q, k, beta, g, (m + 1) * CHUNK, start, end, q_token, k_token, beta_token, g_token),
-            *(K, REVERSE, CHUNK, BLOCK_K),
-        )
+        following = _load_first(inputs, steps, (m + 1) * CHUNK, start, end, K, REVERSE, CHUNK, BLOCK_K)
         state, largest = _read_next(
-            state, largest, betas, gate, key, query, v, write_key, output, scale, m * CHUNK, start, end, H,
-            v_token, write_token,
-            K, V, g is not None, REVERSE, OWN_WRITE_KEY, RAW, STEEP, AGAIN, CHUNK, BLOCK_K, BLOCK,
+            state, largest, loaded, inputs, steps, output, scale, m * CHUNK, start, end, H,
+            K, V, REVERSE, OWN_WRITE_KEY, RAW, STEEP, AGAIN, CHUNK, BLOCK_K, BLOCK,
         )  # fmt: skip
-        betas, gate, key, query = next_betas, next_gate, next_key, next_query
+        loaded = following
     if not STEEP:
         largest = tl.max(largest, 0)
     if not AGAIN:
         done = chunks * CHUNK
         if done < tokens:
-            last_betas, last_gate, last_key, last_query = _load_first(
-                *(q, k, beta, g, done, start, end, q_token, k_token, beta_token, g_token),
-                *(K, REVERSE, REST, BLOCK_K),
-            )
+            rest = _load_first(inputs, steps, done, start, end, K, REVERSE, REST, BLOCK_K)
             last_size = largest if STEEP else tl.zeros((REST,), tl.float32)
             state, last_size = _read_next(
-                state, last_size, last_betas, last_gate, last_key, last_query, v, write_key, output, scale, done,
-                start, end, H, v_token, write_token,
-                K, V, g is not None, REVERSE, OWN_WRITE_KEY, RAW, STEEP, AGAIN, REST, BLOCK_K, BLOCK,
+                state, last_size, rest, inputs, steps, output, scale, done, start, end, H,
+                K, V, REVERSE, OWN_WRITE_KEY, RAW, STEEP, AGAIN, REST, BLOCK_K, BLOCK,
             )  # fmt: skip
             if not STEEP:
                 last_size = tl.max(last_size, 0)
@@ -786,16 +780,16 @@ def read_through(
         g += first * g_token + head
     if initial is not None:
         initial += (n * H + head) * K * V
+    inputs = (q, k, v, beta, write_key, g)
+    steps = (q_token, k_token, v_token, beta_token, write_token, g_token)
     state, largest = _read_sequence(
-        q, k, v, beta, write_key, g, initial, output, scale, start, end, H,
-        q_token, k_token, v_token, beta_token, write_token, g_token,
+        inputs, steps, initial, output, scale, start, end, H,
         K, V, REVERSE, OWN_WRITE_KEY, RAW, g is not None, False, CHUNK, BLOCK_K, BLOCK,
     )  # fmt: skip
     if g is None:
         if largest > MILD:
             state, _largest = _read_sequence(
-                q, k, v, beta, write_key, g, initial, output, scale, start, end, H,
-                q_token, k_token, v_token, beta_token, write_token, g_token,
+                inputs, steps, initial, output, scale, start, end, H,
                 K, V, REVERSE, OWN_WRITE_KEY, RAW, True, True, CHUNK, BLOCK_K, BLOCK,
             )  # fmt: skip
     store_block(final + (n * H + head) * K * V, 0, 0, state, K, V, BLOCK_K, BLOCK)
