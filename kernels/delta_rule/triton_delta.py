@@ -655,8 +655,10 @@ def delta_rule_backward(
         summarize_segments(*read, d_offsets, None, d_u, d_initial)
         connect_segments(cu_seqlens, d_offsets, ours.transitions, ours.transition_units)
     launches.retreat(*read, d_offsets, d_states, d_u, d_initial)
-    known = (inputs.q, inputs.k, inputs.beta, inputs.write, inputs.g, ours.units, d_units, cu_seqlens, sequence_of)
-    known += (ours.products, ours.u)
+    known = (
+        *(inputs.q, inputs.k, inputs.beta, inputs.write, inputs.g, ours.units, d_units, cu_seqlens, sequence_of),
+        *(ours.products, ours.u),
+    )
     if launches.scores is not None:
         launches.scores(*known, inputs.v, d_u, d_v, d_products, d_gates)
     if reads or rest or plan.fuses:
