@@ -74,7 +74,7 @@ def delta_rule_chunk(
     def core(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
         options: tuple[Any, ...] = (state, scale, read_before_decay and g is not None, chunk_size)
         if torch.jit.is_tracing():
-            return _scripted(Inputs(*sequences), *options)
+            return _scripted(*sequences, *options)
         if is_exporting():
             return _exported(Inputs(*sequences), *options)
         refuse_transforms()
@@ -140,8 +140,21 @@ def _exported(inputs: Inputs, state: Tensor, scale: float, before: bool, chunk_s
 
 
 @torch.jit.script_if_tracing
-def _scripted(inputs: Inputs, state: Tensor, scale: float, before: bool, chunk_size: int) -> tuple[Tensor, Tensor]:
+def _scripted(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None,
+    write_key: Tensor | None,
+    value_key: Tensor | None,
+    g: Tensor | None,
+    state: Tensor,
+    scale: float,
+    before: bool,
+    chunk_size: int,
+) -> tuple[Tensor, Tensor]:
     """The form for torch.jit.trace: sizes and the loop stay dynamic in the traced graph."""
+    inputs = Inputs(q, k, v, beta, write_key, value_key, g)
     output, final, _, _ = _forward(inputs, state, scale, before, chunk_size)
     return output, final
 

@@ -435,9 +435,9 @@ def advance(
     if output is not None:
         output += ((row * T + token_after(0, start, end, REVERSE)) * H + head) * V
     if WEIGH > 0:
-        queries += head * K
+        queries += head * K + row * T * q_token
     if WEIGH == BOTH:
-        writes += head * K
+        writes += head * K + row * T * write_token
         beta += head + row * T * beta_token
     if not SEGMENTED:
         stop = tl.cdiv(tokens, CHUNK)
@@ -486,7 +486,7 @@ def advance(
             later_whole = tl.load(decays + following)
         query_rows, write_rows = queries + place * CHUNK * K, writes + place * CHUNK * K
         query_weight, write_weight = scale, 1.0
-        t = row * T + token_after(m * CHUNK, start, end, REVERSE)
+        t = token_after(m * CHUNK, start, end, REVERSE)
         if WEIGH > 0:
             query_rows = queries + t * q_token
             query_weight = scale * two_to(-unpack_queries(packed))
