@@ -1,17 +1,17 @@
 """The delta rule in chunks of matrix products.
 
-With the tokens of one chunk as rows, b the sum of g from the start of the chunk to a row, and c = b where the read is
-after the decay, or b of the row before where it is before the decay,
+With the tokens of one chunk as rows, P the write keys times beta, b the sum of g from the start of the chunk to a row,
+and c = b where the read is after the decay, or b of the row before where it is before the decay,
 
-    L_ij = Σ_k r_ik w_jk e^{c_ik - b_jk}, j < i      A_ij = Σ_k q_ik w_jk e^{b_ik - b_jk}, j <= i
-    X = (I + L)^{-1}      U = X (V - (e^c ⊙ R) S)      O = (e^b ⊙ Q) S + A U
-    S <- Diag(e^{b_C}) S + (e^{b_C - b} ⊙ W)ᵀ U
+    L_ij = Σ_d k_id p_jd e^{c_id - b_jd}, j < i      A_ij = Σ_d q_id p_jd e^{b_id - b_jd}, j <= i
+    X = (I + L)^{-1}      W = -X (e^c ⊙ K)      U = X V + W S      O = (e^b ⊙ Q) S + A U
+    S <- Diag(e^{b_C}) S + (e^{b_C - b} ⊙ P)ᵀ U
 
-R are the read keys, W the write keys times beta, and U is what is written: the error of each token given the writes
-before it. With value keys a, and M and N as L and A with a in place of w,
+U is what is written: the error of each token given the writes before it. With value keys a, and M and N as L and A with
+a in place of p,
 
-    U = -X (M V + (e^c ⊙ R) S)      O = (e^b ⊙ Q) S + A U + N V
-    S <- Diag(e^{b_C}) S + (e^{b_C - b} ⊙ W)ᵀ U + (e^{b_C - b} ⊙ a)ᵀ V
+    U = -X M V + W S      O = (e^b ⊙ Q) S + A U + N V
+    S <- Diag(e^{b_C}) S + (e^{b_C - b} ⊙ P)ᵀ U + (e^{b_C - b} ⊙ a)ᵀ V
 
 Only the state runs over chunks one after the other; everything else is batched over all of them.
 """
@@ -72,13 +72,13 @@ def delta_rule_chunk(
     """
 
     def core(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
-        arguments: tuple[Any, ...] = (*sequences, state, scale, read_before_decay and g is not None, chunk_size)
+        options: tuple[Any, ...] = (state, scale, read_before_decay and g is not None, chunk_size)
         if torch.jit.is_tracing():
-            return _scripted(*arguments)
+            return _scripted(*sequences, *options)
         if is_exporting():
-            return _exported(*arguments)
+            return _exported(Inputs(*sequences), *options)
         refuse_transforms()
-        return _DeltaRule.apply(*arguments)
+        return _DeltaRule.apply(*sequences, *options)
 
     return run_recurrence(
         core,
@@ -108,48 +108,35 @@ class Inputs(NamedTuple):
 class _Parts(NamedTuple):
     """What does not depend on the state, [n, M, C, ...].
 
-    query: e^b ⊙ Q; attention: A; inverse: X; offered: X V, or with value keys -X M V; erased: X (e^c ⊙ R);
-    write: e^{b_C - b} ⊙ W; whole: e^{b_C} in the layout of the state, None without a gate. With value keys,
-    read: N V and added: (e^{b_C - b} ⊙ a)ᵀ V.
+    query: e^b ⊙ Q; attention: A; inverse: X; xv: X V, or with value keys -X M V; minus_w: -W; write: e^{b_C - b} ⊙ P;
+    whole: e^{b_C} in the layout of the state, None without a gate. With value keys, nv: N V and
+    added: (e^{b_C - b} ⊙ a)ᵀ V.
     """
 
     query: Tensor
     attention: Tensor
     inverse: Tensor
-    offered: Tensor
-    erased: Tensor
+    xv: Tensor
+    minus_w: Tensor
     write: Tensor
     whole: Tensor | None
-    read: Tensor | None
+    nv: Tensor | None
     added: Tensor | None
 
 
-def _exported(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor | None,
-    write_key: Tensor | None,
-    value_key: Tensor | None,
-    g: Tensor | None,
-    state: Tensor,
-    scale: float,
-    before: bool,
-    chunk_size: int,
-) -> tuple[Tensor, Tensor]:
+def _exported(inputs: Inputs, state: Tensor, scale: float, before: bool, chunk_size: int) -> tuple[Tensor, Tensor]:
     """The form for torch.export: the loop over chunks is unrolled while short, else (or if T is symbolic) a Scan."""
-    batch, tokens, heads, _ = q.shape
+    batch, tokens, heads, _ = inputs.q.shape
     chunk_size, chunks, unroll = export_plan(chunk_size, tokens)
-    inputs = Inputs(q, k, v, beta, write_key, value_key, g)
     parts = _make_parts(inputs, scale, before, state.dtype, chunks, chunk_size)
     rows = state.flatten(0, 1)
     if unroll:
-        states, written, final = _state_pass(rows, parts)
+        states, u, final = _state_pass(rows, parts)
     else:
-        given = [x for x in (parts.offered, parts.erased, parts.write, parts.whole, parts.added) if x is not None]
+        given = [x for x in (parts.xv, parts.minus_w, parts.write, parts.whole, parts.added) if x is not None]
         step = _chunk_step(has_decay=parts.whole is not None, has_added=parts.added is not None)
-        final, states, written = scan(step, rows, given)
-    return join_chunks(_read_out(parts, states, written), batch, heads, tokens), final.reshape(state.shape)
+        final, states, u = scan(step, rows, given)
+    return join_chunks(_read_out(parts, states, u), batch, heads, tokens), final.reshape(state.shape)
 
 
 @torch.jit.script_if_tracing
@@ -204,9 +191,9 @@ class _DeltaRule(torch.autograd.Function):
         output, final, inverse, states = _forward(inputs, state, scale, before, chunk_size)
         wanted = _Wanted(*ctx.needs_input_grad[:8])
         ctx.scale, ctx.before, ctx.dtypes = scale, before, (q.dtype, v.dtype)
-        read = q if wanted.through_updates else None
-        offered, starts = (v, states) if wanted.of_updates else (None, None)
-        ctx.save_for_backward(read, k, offered, beta, write_key, value_key, g, inverse, starts)
+        kept_q = q if wanted.through_updates else None
+        kept_v, starts = (v, states) if wanted.of_updates else (None, None)
+        ctx.save_for_backward(kept_q, k, kept_v, beta, write_key, value_key, g, inverse, starts)
         # The caller may change results in place, which autograd refuses for views.
         return output.detach(), final.detach()
 
@@ -227,14 +214,14 @@ def _forward(
     chunk_size = fit_chunk_size(chunk_size, tokens)
     chunks = (tokens + chunk_size - 1) // chunk_size
     parts = _make_parts(inputs, scale, before, state.dtype, chunks, chunk_size)
-    states, written, final = _state_pass(state.flatten(0, 1), parts)
-    output = join_chunks(_read_out(parts, states, written), batch, heads, tokens)
+    states, u, final = _state_pass(state.flatten(0, 1), parts)
+    output = join_chunks(_read_out(parts, states, u), batch, heads, tokens)
     return output, final.reshape(state.shape), parts.inverse, states
 
 
-def _read_out(parts: _Parts, states: Tensor, written: Tensor) -> Tensor:
-    output, read = parts.query @ states + parts.attention @ written, parts.read
-    return output if read is None else output + read
+def _read_out(parts: _Parts, states: Tensor, u: Tensor) -> Tensor:
+    output, nv = parts.query @ states + parts.attention @ u, parts.nv
+    return output if nv is None else output + nv
 
 
 def _gate_rows(g: Tensor | None) -> Tensor | None:
@@ -256,17 +243,17 @@ def _make_parts(inputs: Inputs, scale: float, before: bool, dtype: torch.dtype, 
     since, since_read, until, whole = _decays(gate, before)
     inverse = unit_lower_inverse(_strict_pairs(key, write, gate, between, before).flatten(0, 1))
     inverse = inverse.reshape(key.shape[0], key.shape[1], key.shape[2], key.shape[2])
-    offered = inverse @ value
-    read: Tensor | None = None
+    xv = inverse @ value
+    nv: Tensor | None = None
     added: Tensor | None = None
     if value_key is not None:
         own = split_chunks(value_key, dtype, chunks, chunk_size)
-        offered = -(inverse @ (_strict_pairs(key, own, gate, between, before) @ value))
-        read = _pairs(query, own, gate, between) @ value
+        xv = -(inverse @ (_strict_pairs(key, own, gate, between, before) @ value))
+        nv = _pairs(query, own, gate, between) @ value
         added = times(own, until).transpose(-1, -2) @ value
     attention = _pairs(query, write, gate, between)
-    erased = inverse @ times(key, since_read)
-    return _Parts(times(query, since), attention, inverse, offered, erased, times(write, until), whole, read, added)
+    minus_w = inverse @ times(key, since_read)
+    return _Parts(times(query, since), attention, inverse, xv, minus_w, times(write, until), whole, nv, added)
 
 
 def _decays(g: Tensor | None, before: bool) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
@@ -281,13 +268,13 @@ def _decays(g: Tensor | None, before: bool) -> tuple[Tensor | None, Tensor | Non
     return since, since_read, later_sum(g).exp(), g.sum(-2).unsqueeze(-1).exp()
 
 
-def _pairs(x: Tensor, w: Tensor, g: Tensor | None, between: Tensor | None) -> Tensor:
-    """Σ_k x_ik w_jk e^{b_ik - b_jk} for i >= j, else 0: [..., C, C]; `between` holds the decays of a gate per head."""
+def _pairs(x: Tensor, p: Tensor, g: Tensor | None, between: Tensor | None) -> Tensor:
+    """Σ_d x_id p_jd e^{b_id - b_jd} for i >= j, else 0: [..., C, C]; `between` holds the decays of a gate per head."""
     if g is not None and between is None:
         size = x.shape[-2]
-        products = decayed_products(_flat(x), _flat(w), _flat(g))
+        products = decayed_products(_flat(x), _flat(p), _flat(g))
         return products.reshape(x.shape[:-2] + (size, size))  # noqa: RUF005 (TorchScript)
-    return times(x @ w.transpose(-1, -2), between).tril()
+    return times(x @ p.transpose(-1, -2), between).tril()
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -295,11 +282,11 @@ def _flat(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-2], x.shape[-1])
 
 
-def _strict_pairs(x: Tensor, w: Tensor, g: Tensor | None, between: Tensor | None, before: bool) -> Tensor:
+def _strict_pairs(x: Tensor, p: Tensor, g: Tensor | None, between: Tensor | None, before: bool) -> Tensor:
     """`_pairs` for i > j with the decays of reads. A read before the decay is a query of the row above."""
     if before:
-        return _down(_pairs(_up(x), w, g, between))
-    return _pairs(x, w, g, between).tril(-1)
+        return _down(_pairs(_up(x), p, g, between))
+    return _pairs(x, p, g, between).tril(-1)
 
 
 def _up(x: Tensor) -> Tensor:
@@ -315,28 +302,28 @@ def _down(x: Tensor) -> Tensor:
 def _state_pass(state: Tensor, parts: _Parts) -> tuple[Tensor, Tensor, Tensor]:
     """The loop over chunks: states before each chunk [n, M, K, V], U [n, M, C, V], final state [M, K, V]."""
     states: list[Tensor] = []
-    written: list[Tensor] = []
+    u: list[Tensor] = []
     whole, added = parts.whole, parts.added
-    for i in range(parts.offered.shape[0]):
+    for i in range(parts.xv.shape[0]):
         states.append(state)
-        written.append(torch.baddbmm(parts.offered[i], parts.erased[i], state, alpha=-1.0))
+        u.append(torch.baddbmm(parts.xv[i], parts.minus_w[i], state, alpha=-1.0))
         if whole is not None:
             state = state * whole[i]
         if added is not None:
             state = state + added[i]
-        state = torch.baddbmm(state, parts.write[i].transpose(-1, -2), written[i])
-    return torch.stack(states), torch.stack(written), state
+        state = torch.baddbmm(state, parts.write[i].transpose(-1, -2), u[i])
+    return torch.stack(states), torch.stack(u), state
 
 
 def _chunk_step(*, has_decay: bool, has_added: bool) -> Callable[..., list[Tensor]]:
     """One step of `_state_pass` in the form of the scan operator: its outputs share no memory."""
 
-    def step(state: Tensor, offered: Tensor, erased: Tensor, write: Tensor, *others: Tensor) -> list[Tensor]:
-        written = torch.baddbmm(offered, erased, state, alpha=-1.0)
+    def step(state: Tensor, xv: Tensor, minus_w: Tensor, write: Tensor, *others: Tensor) -> list[Tensor]:
+        u = torch.baddbmm(xv, minus_w, state, alpha=-1.0)
         after = state * others[0] if has_decay else state
         if has_added:
             after = after + others[-1]
-        return [torch.baddbmm(after, write.transpose(-1, -2), written), state.clone(), written]
+        return [torch.baddbmm(after, write.transpose(-1, -2), u), state.clone(), u]
 
     return step
 
@@ -360,76 +347,76 @@ def _backward(
     def split(x: Tensor | None) -> Any:
         return None if x is None else split_chunks(x, d_final.dtype, chunks, chunk_size).flatten(0, 1)
 
-    read, d_out, gate, value, added = (split(x) for x in (k, d_output, _gate_rows(g), v, value_key))
-    strength = None if beta is None else split(beta.unsqueeze(-1))
-    key = read if write_key is None else split(write_key)
+    key, d_out, gate, value, a = (split(x) for x in (k, d_output, _gate_rows(g), v, value_key))
+    betas = None if beta is None else split(beta.unsqueeze(-1))
+    write_keys = key if write_key is None else split(write_key)
     between = None if gate is None or gate.shape[-1] > 1 else decay_matrix(gate)
     since, since_read, until, whole = _decays(gate, before)
-    inverse, write, read_since = inverse.flatten(0, 1), times(key, strength), times(read, since_read)
+    inverse, write, key_since = inverse.flatten(0, 1), times(write_keys, betas), times(key, since_read)
     decays = gate, between
     wants_write = wanted.beta or wanted.write_key or (wanted.k and write_key is None)
 
     if value_key is not None:
-        of_reads = _strict_pairs(read, added, *decays, before)
+        m = _strict_pairs(key, a, *decays, before)
     if wanted.of_updates:
         states = states.flatten(0, 1)
-        offered = value if value_key is None else (of_reads @ value).neg_()
-        written = inverse @ torch.baddbmm(offered, read_since, states, alpha=-1)
+        errors = value if value_key is None else (m @ value).neg_()
+        u = inverse @ torch.baddbmm(errors, key_since, states, alpha=-1)
     query = split(q)
     if query is not None and scale != 1.0:
         query = query * scale
     if wanted.through_updates:
         query_since, write_until = times(query, since), times(write, until)
-        erased = inverse @ read_since
-        d_written = _pairs(query, write, *decays).mT @ d_out
+        minus_w = inverse @ key_since
+        d_u = _pairs(query, write, *decays).mT @ d_out
         # gradient of the state before each chunk, without the part through the state after the chunk
-        d_before = torch.baddbmm(query_since.mT @ d_out, erased.mT, d_written, alpha=-1)
-        d_state, d_after = _state_pass_backward(d_final.flatten(0, 1), d_before, erased, write_until, whole)
+        d_before = torch.baddbmm(query_since.mT @ d_out, minus_w.mT, d_u, alpha=-1)
+        d_state, d_after = _state_pass_backward(d_final.flatten(0, 1), d_before, minus_w, write_until, whole)
     if any(wanted[1:-1]):
-        d_offered = inverse.mT @ d_written.baddbmm_(write_until, d_after)
+        d_errors = inverse.mT @ d_u.baddbmm_(write_until, d_after)
 
-    # gradients of e^b Q, e^c R, e^{b_C - b} W and e^{b_C - b} a, then of Q, R, W and a
+    # gradients of e^b Q, e^c K, e^{b_C - b} P and e^{b_C - b} a, then of Q, K, P and a
     d_query: Any = d_out @ states.mT if wanted.q or wanted.g else None
-    d_read: Any = (d_offered @ states.mT).neg_() if wanted.k or wanted.g else None
-    d_write: Any = written @ d_after.mT if wants_write or wanted.g else None
-    d_added: Any = value @ d_after.mT if value_key is not None and (wanted.value_key or wanted.g) else None
+    d_key: Any = (d_errors @ states.mT).neg_() if wanted.k or wanted.g else None
+    d_write: Any = u @ d_after.mT if wants_write or wanted.g else None
+    d_a: Any = value @ d_after.mT if value_key is not None and (wanted.value_key or wanted.g) else None
     d_gate: Any = None
     if wanted.g and whole is not None:
-        reads = d_read * read_since
+        reads = d_key * key_since
         writes = d_write * write_until
-        if d_added is not None:
-            writes += d_added * times(added, until)
+        if d_a is not None:
+            writes += d_a * times(a, until)
         d_gate = _sum_to(reverse_cumsum(d_query * query_since) + (later_sum if before else reverse_cumsum)(reads), gate)
         d_gate += _sum_to(earlier_sum(writes), gate)
         d_gate += _sum_to((states * d_after).sum(-1).unsqueeze(-2), gate) * whole.mT
     d_query = times(d_query, since) if wanted.q else None
-    d_read = times(d_read, since_read) if wanted.k else None
+    d_key = times(d_key, since_read) if wanted.k else None
     d_write = times(d_write, until) if wants_write else None
-    d_added = times(d_added, until) if wanted.value_key else None
+    d_a = times(d_a, until) if wanted.value_key else None
 
     if wanted.q or wants_write or wanted.g:
-        _add_pairs((d_out @ written.mT).tril_(), query, write, *decays, d_query, d_write, d_gate)
+        _add_pairs((d_out @ u.mT).tril_(), query, write, *decays, d_query, d_write, d_gate)
     if wanted.k or wants_write or wanted.g:
-        _add_strict_pairs((d_offered @ written.mT).neg_(), read, write, *decays, before, d_read, d_write, d_gate)
+        _add_strict_pairs((d_errors @ u.mT).neg_(), key, write, *decays, before, d_key, d_write, d_gate)
     if value_key is not None and (wanted.q or wanted.value_key or wanted.g):
-        _add_pairs((d_out @ value.mT).tril_(), query, added, *decays, d_query, d_added, d_gate)
+        _add_pairs((d_out @ value.mT).tril_(), query, a, *decays, d_query, d_a, d_gate)
     if value_key is not None and (wanted.k or wanted.value_key or wanted.g):
-        _add_strict_pairs((d_offered @ value.mT).neg_(), read, added, *decays, before, d_read, d_added, d_gate)
+        _add_strict_pairs((d_errors @ value.mT).neg_(), key, a, *decays, before, d_key, d_a, d_gate)
     if value_key is not None and wanted.v:
-        d_offered = torch.baddbmm(times(added, until) @ d_after, of_reads.mT, d_offered, alpha=-1)
-        d_offered.baddbmm_(_pairs(query, added, *decays).mT, d_out)
+        d_errors = torch.baddbmm(times(a, until) @ d_after, m.mT, d_errors, alpha=-1)
+        d_errors.baddbmm_(_pairs(query, a, *decays).mT, d_out)
     if wants_write:
-        d_key = times(d_write, strength)
+        d_write_keys = times(d_write, betas)
         if wanted.k and write_key is None:
-            d_read += d_key
+            d_key += d_write_keys
 
     return (
         join_like(d_query.mul_(scale), k, dtypes[0]) if wanted.q else None,
-        join_like(d_read, k) if wanted.k else None,
-        join_like(d_offered, d_output, dtypes[1]) if wanted.v else None,
-        join_like((d_write * key).sum(-1, keepdim=True), beta) if wanted.beta else None,
-        join_like(d_key, write_key) if wanted.write_key else None,
-        join_like(d_added, value_key) if wanted.value_key else None,
+        join_like(d_key, k) if wanted.k else None,
+        join_like(d_errors, d_output, dtypes[1]) if wanted.v else None,
+        join_like((d_write * write_keys).sum(-1, keepdim=True), beta) if wanted.beta else None,
+        join_like(d_write_keys, write_key) if wanted.write_key else None,
+        join_like(d_a, value_key) if wanted.value_key else None,
         join_like(d_gate, g) if wanted.g else None,
         d_state.unflatten(0, (k.shape[0], -1)) if wanted.state else None,
     )
@@ -440,40 +427,40 @@ def _sum_to(x: Tensor, gate: Tensor) -> Tensor:
     return x.sum(-1, keepdim=True) if gate.shape[-1] == 1 else x
 
 
-def _add_pairs(d_pairs: Tensor, x: Tensor, w: Tensor, g: Any, between: Any, d_x: Any, d_w: Any, d_g: Any) -> None:
-    """Add the gradients that pass through `_pairs` to those of x, w and the gate, where they are not None."""
+def _add_pairs(d_pairs: Tensor, x: Tensor, p: Tensor, g: Any, between: Any, d_x: Any, d_p: Any, d_g: Any) -> None:
+    """Add the gradients that pass through `_pairs` to those of x, p and the gate, where they are not None."""
     if g is not None and between is None:
-        totals = d_x, d_w, d_g
-        parts = decayed_products_backward(x, w, g, d_pairs, *(total is not None for total in totals))
+        totals = d_x, d_p, d_g
+        parts = decayed_products_backward(x, p, g, d_pairs, *(total is not None for total in totals))
         for total, part in zip(totals, parts, strict=True):
             if total is not None:
                 total += part
         return
     if d_g is not None:
-        d_g += decay_matrix_backward(d_pairs * _pairs(x, w, g, between))
+        d_g += decay_matrix_backward(d_pairs * _pairs(x, p, g, between))
     d_pairs = times(d_pairs, between)
     if d_x is not None:
-        d_x.baddbmm_(d_pairs, w)
-    if d_w is not None:
-        d_w.baddbmm_(d_pairs.mT, x)
+        d_x.baddbmm_(d_pairs, p)
+    if d_p is not None:
+        d_p.baddbmm_(d_pairs.mT, x)
 
 
 def _add_strict_pairs(
-    d_pairs: Tensor, x: Tensor, w: Tensor, g: Any, between: Any, before: bool, d_x: Any, d_w: Any, d_g: Any
+    d_pairs: Tensor, x: Tensor, p: Tensor, g: Any, between: Any, before: bool, d_x: Any, d_p: Any, d_g: Any
 ) -> None:
     """`_add_pairs` for `_strict_pairs`; what `d_pairs` holds on the diagonal and above it is not read."""
     d_pairs = d_pairs.tril_(-1)
     if not before:
-        _add_pairs(d_pairs, x, w, g, between, d_x, d_w, d_g)
+        _add_pairs(d_pairs, x, p, g, between, d_x, d_p, d_g)
         return
     d_up: Any = None if d_x is None else torch.zeros_like(d_x)
-    _add_pairs(_up(d_pairs), _up(x), w, g, between, d_up, d_w, d_g)
+    _add_pairs(_up(d_pairs), _up(x), p, g, between, d_up, d_p, d_g)
     if d_x is not None:
         d_x += _down(d_up)
 
 
 def _state_pass_backward(
-    d_state: Tensor, d_before: Tensor, erased: Tensor, write: Tensor, whole: Tensor | None
+    d_state: Tensor, d_before: Tensor, minus_w: Tensor, write: Tensor, whole: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The loop backward, chunks in rows [n * M, ...]: gradients of the first state and of those after each chunk."""
     rows = d_state.shape[0]
@@ -481,6 +468,6 @@ def _state_pass_backward(
     for start in reversed(range(0, d_before.shape[0], rows)):
         chunk = slice(start, start + rows)
         d_after[chunk] = d_state
-        through = torch.baddbmm(d_before[chunk], erased[chunk].mT, write[chunk] @ d_state, alpha=-1)
+        through = torch.baddbmm(d_before[chunk], minus_w[chunk].mT, write[chunk] @ d_state, alpha=-1)
         d_state = through.add_(d_state if whole is None else d_state * whole[chunk])
     return d_state, d_after

@@ -5,16 +5,16 @@ Those of bfloat16 values are float16 products, as those of float16 values are. T
 U, states, their gradients) have 11 bits instead of 8, at the same speed, and the error of a result is that of rounding
 it to bfloat16. Each tile has its own unit (see triton_units.py), so that the range is not limited.
 
-No sum depends on the order in which programs run: the result is the same in every run. The forward pass keeps X,
-tril(Q Wᵀ ⊙ D), -X e^b R, U and the states before each chunk for the backward pass: about 2 C + K + V + K V / C numbers
-for each token and head, with C = 64. With a gate, 256 columns or few segments of time these are 2 K more, for e^b Q and
-e^{b_C - b} W, which the walks else make from q and k. With `recompute` the forward pass keeps only its inputs, and the
-backward pass begins with a forward pass. For segments of time it also keeps transitions.
+No sum depends on the order in which programs run: the result is the same in every run. The forward pass keeps X, A,
+W, U and the states before each chunk for the backward pass: about 2 C + K + V + K V / C numbers for each token and
+head, with C = 64. With a gate, 256 columns or few segments of time these are 2 K more, for e^b Q and e^{b_C - b} P,
+which the walks else make from q and k. With `recompute` the forward pass keeps only its inputs, and the backward pass
+begins with a forward pass. For segments of time it also keeps transitions.
 """
 
 import math
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,13 +30,12 @@ from longseq.kernels.delta_rule.triton_channels import delta_rule_channels_trito
 from longseq.kernels.delta_rule.triton_forward import advance, prepare, read_out, read_through
 from longseq.kernels.delta_rule.triton_kept import TILE, count_gradient_units, count_units
 from longseq.kernels.delta_rule.triton_segments import BOTH, QUERIES, connect, count_held, summarize
-from longseq.kernels.devices import channels_adjacent, longseq_shared_memory
+from longseq.kernels.devices import evenly, longseq_shared_memory
 from longseq.kernels.reading import Reverse, number_of
 from longseq.kernels.segments import find_span
 from longseq.kernels.triton_launch import (
     PREPARED,
     ROW,
-    TRITON_DTYPES,
     Launch,
     Prepared,
     block_width,
@@ -47,7 +46,6 @@ from longseq.kernels.triton_launch import (
     fit_launches,
     launch_options,
     sequence_of_slots,
-    strides,
 )
 from longseq.kernels.triton_tiles import SECOND_HALF
 
@@ -166,6 +164,12 @@ SHARED_CHUNKS = 512
 class _Plan(NamedTuple):
     """Everything that both passes derive from a call's shapes."""
 
+    batch: int
+    tokens: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    gated: bool
     dtype: torch.dtype  # of the matrix products
     chunk: int
     slots: int  # the largest number of chunks of all sequences
@@ -188,15 +192,6 @@ class _Plan(NamedTuple):
         return self.dtype == torch.float16
 
     @property
-    def cut(self) -> bool:
-        """Whether what is kept of a sequence's last chunk ends with its tokens.
-
-        Up to 64 columns the kernels wait for memory: images of 197 tokens, with 5 in the last chunk, take 2 to 3 % less
-        time, and whole chunks as much as before. With more columns the masks come on top of registers that spill.
-        """
-        return self.key == (2, 64)
-
-    @property
     def along(self) -> bool:
         """Whether `advance` also stores the output, so that `read_out` is not needed."""
         return not self.walked and "read_out" not in self.launches
@@ -206,63 +201,67 @@ class _Plan(NamedTuple):
         wide = f"{kernel}_wide"
         return wide if self.wide and wide in self.launches else kernel
 
-    def forward_entries(self, gated: bool) -> tuple[Launch, ...]:
+    @property
+    def forward_entries(self) -> tuple[Launch, ...]:
         """The entries of the table that a forward pass launches. Tuning finds out by these reads which ones count."""
-        names = [_prepare_name(gated), self.advance]
+        if self.walked:
+            return (self.launches["read_through"],)
+        names = [self.prepare, self.advance]
         names += ["summarize", "connect"] if self.span else []
         names += [] if self.along else ["read_out"]
         return tuple([self.launches[name] for name in names])
 
-    def backward_entries(self, gated: bool) -> tuple[Launch, ...]:
+    @property
+    def backward_entries(self) -> tuple[Launch, ...]:
         """`forward_entries` of a backward pass."""
-        names = [self.retreat(gated), self.differentiate(gated)]
-        names += [] if self.fuses(gated) else ["differentiate_scores"]
+        names = [self.retreat, self.differentiate]
+        names += [] if self.fuses else ["differentiate_scores"]
         names += [self.walk("retreat_summary"), "connect"] if self.span else []
         return tuple([self.launches[name] for name in names])
 
-    def keeps_rows(self, gated: bool) -> bool:
-        """Whether the forward pass keeps e^b Q and e^{b_C - b} W for the backward pass.
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether the forward pass keeps e^b Q and e^{b_C - b} P for the backward pass.
 
         Without gates they cost little to make again, except in two cases. A state of 256 columns leaves the walks no
         registers for it: the walk back then takes twice the time. And walks of segments, which all run at the same
         time, wait for it in each chunk: on an H100 one sequence of 4 or 8 heads takes 8 to 12 % more time. One of 16
         heads takes 1 % more, and its rows may be many: 128 MiB for 16,384 tokens.
         """
-        return gated or (self.scaled and (self.key[1] == 256 or self.small))
+        return self.gated or (self.scaled and (self.key[1] == 256 or self.small))
 
-    def weighs(self, q: Tensor, write_key: Tensor, gated: bool) -> bool:
-        """Whether the walks make e^b Q and e^{b_C - b} W from q and write keys; forward in segments, only e^b Q."""
-        halves = q.element_size() == write_key.element_size() == 2
-        return self.scaled and halves and not self.keeps_rows(gated)
+    def weighs(self, q: Tensor, write: Tensor) -> bool:
+        """Whether the walks make e^b Q and e^{b_C - b} P from q and write keys; forward in segments, only e^b Q."""
+        return self.scaled and q.element_size() == write.element_size() == 2 and not self.keeps_rows
+
+    @property
+    def prepare(self) -> str:
+        """The table's name for the kernel `prepare`: with a gate the same kernel has other registers."""
+        return "prepare_gated" if self.gated else "prepare"
 
     @property
     def advance(self) -> str:
         return self.walk("advance")
 
-    def retreat(self, gated: bool) -> str:
+    @property
+    def retreat(self) -> str:
         """The table's name for the kernel `retreat`, which may have a launch of its own for gates."""
-        return "retreat_gated" if gated and "retreat_gated" in self.launches else self.walk("retreat")
+        return "retreat_gated" if self.gated and "retreat_gated" in self.launches else self.walk("retreat")
 
-    def fuses(self, gated: bool) -> bool:
+    @property
+    def fuses(self) -> bool:
         """Whether `differentiate_inputs` does the work of `differentiate_scores`, too.
 
         With a gate the program would spill registers, and each block of 256 columns would do that work four times.
         """
-        return not gated and "differentiate_all" in self.launches
-
-    def differentiate(self, gated: bool) -> str:
-        """The table's name for the kernel `differentiate_inputs`: with a gate the same kernel has other registers."""
-        if gated:
-            return "differentiate_gated"
-        return self.walk("differentiate_all") if self.fuses(gated) else "differentiate_inputs"
+        return not self.gated and "differentiate_all" in self.launches
 
     @property
-    def precision(self) -> str:
-        """The precision of the matrix products of float32 numbers."""
-        return "tf32x3" if self.dtype == torch.float32 else "tf32"
-
-    def options(self, kernel: str) -> dict[str, int | None]:
-        return self.launches[kernel].options
+    def differentiate(self) -> str:
+        """The table's name for the kernel `differentiate_inputs`: with a gate the same kernel has other registers."""
+        if self.gated:
+            return "differentiate_gated"
+        return self.walk("differentiate_all") if self.fuses else "differentiate_inputs"
 
     def whole(self, width: int) -> int:
         """The width of a block that holds `width` columns."""
@@ -295,22 +294,18 @@ class _Plan(NamedTuple):
         All columns have one unit where each walk's program has all of them.
         """
         step, whole = self.step(kernel, width), self.whole(width)
-        if min(self.block(walk, width) for walk in (self.advance, self.retreat(gated=False))) < step:
+        if min(self.block(walk, width) for walk in (self.advance, self.retreat)) < step:
             step = min(TILE.value, whole)
         assert step in (min(TILE.value, whole), whole), "one tile at a time, or all"
         return step
 
 
-def _prepare_name(gated: bool) -> str:
-    """The table's name for the kernel `prepare`: with a gate the same kernel has other registers."""
-    return "prepare_gated" if gated else "prepare"
-
-
-def _plan(k: Tensor, v: Tensor, cu_seqlens: Tensor | None, half: bool, differentiable: bool) -> _Plan:
-    """The plan of a call, which may have a backward pass. `v` may be any tensor of v's shape and dtype."""
+def _plan(k: Tensor, v: Tensor, g: Tensor | None, cu_seqlens: Tensor | None, half: bool, differentiable: bool) -> _Plan:
+    """The plan of a call, which may have a backward pass. `v` may be any tensor of v's shape."""
     batch, tokens, heads, key_dim = k.shape
+    value_dim = v.shape[3]
     dtype = torch.float16 if half else torch.float32
-    width = max(key_dim, v.shape[3])
+    width = max(key_dim, value_dim)
     sequences = count_sequences(batch, cu_seqlens)
     fills = sequences * heads >= FILLING and (cu_seqlens is None or tokens <= PACKED_TOKENS)
     walked = half and not differentiable and width <= WALKED_WIDTH and (fills or tokens <= SHORT_TOKENS)
@@ -320,11 +315,12 @@ def _plan(k: Tensor, v: Tensor, cu_seqlens: Tensor | None, half: bool, different
     # Rows of one width (see `Launch`): a chunk's matrices are 64 wide. Those of short sequences and of float32 are
     # multiplied without descriptors, where they are narrower.
     narrowest = ROW[2] if half and not walked else 16
-    plan = _Plan(dtype, chunk, slots, sequences, walked, 0, sequences, narrowest, key)
+    shape = batch, tokens, heads, key_dim, value_dim, g is not None
+    plan = _Plan(*shape, dtype, chunk, slots, sequences, walked, 0, sequences, narrowest, key)
     if walked:
         return plan
-    lanes = heads * cdiv(v.shape[3], plan.block(plan._replace(wide=True).advance, v.shape[3]))
-    narrow = heads * cdiv(v.shape[3], plan.block("advance", v.shape[3]))
+    lanes = heads * cdiv(value_dim, plan.block(plan._replace(wide=True).advance, value_dim))
+    narrow = heads * cdiv(value_dim, plan.block("advance", value_dim))
     span = _find_span(PROGRAMS[key], lanes, narrow if half else 0, batch, sequences, cdiv(tokens, chunk))
     if span:
         small = 2 * slots * chunk * heads * key_dim * dtype.itemsize <= KEPT_ROWS
@@ -354,18 +350,61 @@ def _find_span(programs: int, lanes: int, narrow: int, batch: int, sequences: in
     return find_span(chunks, batch * lanes, programs, fewest=FEWEST_SEGMENTS, shortest=shortest, least=FEWEST_CHUNKS)
 
 
-def _constants(plan: _Plan, key_dim: int, value_dim: int, packed: bool) -> dict[str, object]:
-    """The compile-time arguments that every kernel takes."""
-    return {
-        "K": key_dim,
-        "V": value_dim,
-        "UNITS": count_units(value_dim),
-        "PACKED": packed,
-        "SCALED": plan.scaled,
-        "CUT": plan.cut,
-        "PRECISION": plan.precision,
-        "CHUNK": plan.chunk,
-    }
+class _Call(NamedTuple):
+    """What determines the launches of a pass; `entries` are those of the table, which may change between calls."""
+
+    plan: _Plan
+    entries: tuple[Launch, ...]
+    device: torch.device
+    scale: float
+    reverse: int
+    own_write_key: bool
+    raw: bool  # whether products of queries and keys are of their own type
+    steps: tuple[int, ...]  # the distances between tokens, of `_Sequences`
+
+    def prepare(self, kernel: Any, name: str, programs: int, numbers: tuple[float, ...], **constants: Any) -> Prepared:
+        """The launch of a kernel with the table's entry `name`."""
+        plan = self.plan
+        constants |= {"K": plan.key_dim, "V": plan.value_dim, "CHUNK": plan.chunk, **plan.launches[name].options}
+        return Prepared(kernel, self.device, programs, numbers, **constants)
+
+    def prepare_connect(self, *, back: bool) -> Prepared:
+        """The launch that computes the states, or with `back` their gradients, at the borders of the segments."""
+        plan, block = self.plan, self.plan.block("connect", self.plan.value_dim)
+        programs = plan.sequences * plan.heads * cdiv(plan.value_dim, block)
+        numbers = (plan.span, plan.tokens, plan.heads)
+        blocks = {"BLOCK": block, "BLOCK_K": plan.whole(plan.key_dim)}
+        return self.prepare(connect, "connect", programs, numbers, BACK=back, **blocks)
+
+
+class _Sequences(NamedTuple):
+    """The sequences of a call as kernels take them (see `evenly`); backward, `v` is the gradient of the outputs."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor
+    write: Tensor
+    g: Tensor | None
+
+    def call(self, plan: _Plan, entries: tuple[Launch, ...], scale: float, reverse: int, own_write_key: bool) -> _Call:
+        steps = tuple([0 if x is None else x.stride(1) for x in self])
+        raw = not plan.scaled or _have_type_of_products(plan, self.q, self.k, self.write)
+        return _Call(plan, entries, self.q.device, scale, reverse, own_write_key, raw, steps)
+
+
+def _lay_out(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, write_key: Tensor | None, g: Tensor | None) -> _Sequences:
+    k = evenly(k)
+    write = k if write_key is None else evenly(write_key)
+    return _Sequences(evenly(q), k, evenly(v), evenly(beta), write, None if g is None else evenly(g))
+
+
+def _have_type_of_products(plan: _Plan, *tensors: Tensor) -> bool:
+    """Whether tensors share one type, of the width of tiles, in which matrix products can take them."""
+    # Triton's interpreter, which runs on the CPU, multiplies matrices of bfloat16 as integers.
+    dtype = tensors[0].dtype
+    own = len({x.dtype for x in tensors}) == 1 and (dtype == torch.float16 or tensors[0].device.type != "cpu")
+    return own and dtype.itemsize == plan.dtype.itemsize
 
 
 @custom_op("delta_rule")
@@ -387,238 +426,173 @@ def delta_rule(
     """Returns o [B, T, H, V] in v's dtype, the final state [B or segments, H, K, V] in float32, and if `save` what the
     backward pass needs, in the order of `_Kept`. With `recompute` the backward pass finds that by itself. Without both
     there is none. `half`: the products are of float16 numbers, whatever the inputs are."""
-    q, k, v = channels_adjacent(q), channels_adjacent(k), channels_adjacent(v)
-    write = k if write_key is None else channels_adjacent(write_key)
+    inputs = _lay_out(q, k, v, beta, write_key, g)
     initial_state = None if initial_state is None else initial_state.contiguous()
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
-    plan = _plan(k, v, cu_seqlens, half, save or recompute)
-    tokens, heads, value_dim = v.shape[1:]
-    key_dim = k.shape[3]
-    sizes = _kept_sizes(plan, heads, key_dim, value_dim, g is not None, save)
-    output, final, buffers = _allocate(plan, v, key_dim, sizes)
-    kept = _find_kept(sizes, buffers)
-    score_dtype, raw = _score_dtype(plan, q, k, write)
+    plan = _plan(k, v, g, cu_seqlens, half, save or recompute)
+    sizes = _kept_sizes(plan, save)
+    output, final, buffers = _allocate(plan, v, sizes)
+    call = inputs.call(plan, plan.forward_entries, scale, reverse, write_key is not None)
     if plan.walked:
-        entry = plan.launches["read_through"]
-        launch = _prepare_read_through(
-            plan, entry, q.device, tokens, heads, key_dim, value_dim, score_dtype, raw, scale, reverse, g is not None,
-            cu_seqlens is not None, initial_state is not None, write_key is not None,
-            (*strides(q), *strides(k), *strides(v), *strides(beta), *strides(write), *strides(g)),
-        )  # fmt: skip
-        launch(q, k, v, beta, write, g, initial_state, cu_seqlens, output, final)
+        _prepare_read_through(call)(*inputs, initial_state, cu_seqlens, output, final)
         return output, final, []
+    kept = _find_kept(plan, sizes, buffers)
     # Write keys are read by two walks of a segment, which take longer to weigh them than `prepare` takes to store them.
     weigh = 0
-    if plan.weighs(q, write, g is not None):
+    if plan.weighs(inputs.q, inputs.write):
         weigh = QUERIES.value if plan.span else BOTH.value
     if weigh == BOTH.value:
-        kept = kept._replace(queries=q, writes=write)
-    elif not plan.keeps_rows(g is not None):
-        rows = v.new_empty((2 - weigh, plan.slots * heads * plan.chunk * key_dim), dtype=plan.dtype)
-        kept = kept._replace(queries=q if weigh else rows[0], writes=rows[-1])
-    launches = _prepare_forward(
-        plan, plan.forward_entries(g is not None), q.device, tokens, heads, key_dim, value_dim, score_dtype, raw, scale,
-        reverse, g is not None, cu_seqlens is not None, initial_state is not None, write_key is not None, save, weigh,
-        (strides(q), strides(k), strides(v), strides(beta), strides(write), strides(g)),
-    )  # fmt: skip
-    sequence_of = sequence_of_slots(plan.slots, plan.chunk, tokens, cu_seqlens)
+        kept = kept._replace(queries=inputs.q, writes=inputs.write)
+    elif not plan.keeps_rows:
+        rows = v.new_empty((2 - weigh, plan.slots * plan.heads * plan.chunk * plan.key_dim), dtype=plan.dtype)
+        kept = kept._replace(queries=inputs.q if weigh else rows[0], writes=rows[-1])
+    launches = _prepare_forward(call, save, weigh)
+    sequence_of = sequence_of_slots(plan.slots, plan.chunk, plan.tokens, cu_seqlens)
     for launch in launches.prepare:
-        launch(
-            q, k, v, beta, write, g, cu_seqlens, sequence_of, kept.squares, kept.queries, kept.writes, kept.erased,
-            kept.written, kept.decays, kept.units,
-        )  # fmt: skip
+        launch(*inputs, cu_seqlens, sequence_of, *kept[:5], kept.decays, kept.units)
     offsets = None
     if launches.borders is not None:
         summarize_segments, connect_segments = launches.borders
-        offsets = _allocate_offsets(plan, k, v)
+        offsets = _allocate_offsets(plan, v)
         summarize_segments(
-            initial_state, kept.units, cu_seqlens, kept.writes, kept.erased, kept.written, kept.decays, offsets,
-            kept.transitions, kept.transition_units,
-        )  # fmt: skip
+            *(initial_state, kept.units, cu_seqlens, kept.writes, kept.w, kept.u, kept.decays, offsets),
+            *(kept.transitions, kept.transition_units),
+        )
         connect_segments(cu_seqlens, offsets, kept.transitions, kept.transition_units)
     launches.advance(
-        beta, initial_state, kept.units, cu_seqlens, kept.squares, kept.queries, kept.writes, kept.erased, kept.written,
-        kept.decays, offsets, kept.states, output, final,
-    )  # fmt: skip
+        *(inputs.beta, initial_state, kept.units, cu_seqlens, *kept[:5], kept.decays, offsets),
+        *(kept.states if save or not plan.along else None, output if plan.along else None, final),
+    )
     if launches.read_out is not None:
-        launches.read_out(q, g, cu_seqlens, sequence_of, kept.squares, kept.written, kept.states, output)
+        launches.read_out(inputs.q, inputs.g, cu_seqlens, sequence_of, kept.products, kept.u, kept.states, output)
     return output, final, buffers if save else []
 
 
 class _Forward(NamedTuple):
     """The launches of a forward pass; None for those that it does not need."""
 
-    prepare: tuple[Prepared, ...]
+    prepare: list[Prepared]
     borders: tuple[Prepared, Prepared] | None  # of segments of time: `summarize`, then `connect`
     advance: Prepared
     read_out: Prepared | None
 
 
 @lru_cache(PREPARED)
-def _prepare_forward(
-    plan: _Plan, entries: tuple[Launch, ...], device: torch.device, tokens: int, heads: int, key_dim: int,
-    value_dim: int, scores: torch.dtype, raw: bool, scale: float, reverse: int, gated: bool, packed: bool,
-    has_initial: bool, own_write_key: bool, save: bool, weigh: int, strides: tuple[tuple[int, ...], ...],
-) -> _Forward:  # fmt: skip
-    """`entries` are those of the table, which may change between calls."""
-    q_strides, _, _, beta_strides, write_strides, g_strides = strides
-    weights = (*q_strides, *beta_strides, *write_strides)
-    constants = _constants(plan, key_dim, value_dim, packed)
-    places = plan.slots * heads
-    name = _prepare_name(gated)
-    rows = min(2 - weigh, 2 if save or plan.along else 1)
+def _prepare_forward(call: _Call, save: bool, weigh: int) -> _Forward:
+    plan, sizes = call.plan, (call.plan.tokens, call.plan.heads)
+    key_dim, value_dim = plan.key_dim, plan.value_dim
+    q_step, _, _, beta_step, write_step, g_step = call.steps
+    places = plan.slots * plan.heads
     # The second launch computes the chunks that are not mild again, if there are any: in the first one, the registers
     # of this would make all chunks slower, the whole forward pass of a long sequence by a third. A program looks at
     # several. Read in both directions, none may look at both halves of the batch.
-    looks = math.gcd(places // 2, LOOKS) if reverse == SECOND_HALF.value else LOOKS
+    looks = math.gcd(places // 2, LOOKS) if call.reverse == SECOND_HALF.value else LOOKS
     parts = 2 if plan.scaled and plan.span and places <= SHARED_CHUNKS else 1
-    prepares = tuple(
-        Prepared(
-            prepare, device, cdiv(places, again) if again else parts * places,
-            (scale, places, tokens, heads, *[stride for own in strides for stride in own]),
-            GATED=gated, REVERSE=reverse, SAVE=save, ROWS=rows, RAW=raw,
-            DTYPE=TRITON_DTYPES[scores], AGAIN=again, PARTS=1 if again else parts, OWN_WRITE_KEY=own_write_key,
-            BLOCK=plan.tiles(name, max(key_dim, value_dim)), **constants, **plan.options(name),
+    prepares = [
+        call.prepare(
+            prepare, plan.prepare, cdiv(places, again) if again else parts * places,
+            (call.scale, places, *sizes, *call.steps), BLOCK=plan.tiles(plan.prepare, max(key_dim, value_dim)),
+            REVERSE=call.reverse, SAVE=save, ROWS=min(2 - weigh, 2 if save or plan.along else 1), RAW=call.raw,
+            AGAIN=again, PARTS=1 if again else parts, OWN_WRITE_KEY=call.own_write_key,
         )
         for again in ((0, looks) if plan.scaled else (0,))
-    )  # fmt: skip
-    walk = {"GATED": gated, "HAS_INITIAL": has_initial, **constants}
+    ]  # fmt: skip
     borders = None
     if plan.span:
         block = plan.tiles("summarize", max(key_dim, value_dim))
-        blocks = cdiv(value_dim, block) + cdiv(key_dim, block)
-        summary = Prepared(
-            summarize, device, plan.walks * heads * blocks,
-            (plan.sequences, plan.span, tokens, heads),
-            BLOCK=block, STEP=plan.step("summarize", key_dim), **walk, **plan.options("summarize"),
-        )  # fmt: skip
-        borders = summary, _prepare_connect(plan, device, tokens, heads, key_dim, value_dim, packed, back=False)
+        programs = plan.walks * plan.heads * (cdiv(value_dim, block) + cdiv(key_dim, block))
+        numbers, step = (plan.sequences, plan.span, *sizes), plan.step("summarize", key_dim)
+        summary = call.prepare(summarize, "summarize", programs, numbers, BLOCK=block, STEP=step)
+        borders = summary, call.prepare_connect(back=False)
     block = plan.tiles(plan.advance, value_dim)
-    advancing = Prepared(
-        advance, device, plan.walks * heads * cdiv(value_dim, block),
-        (scale, plan.sequences, plan.span, tokens, heads, *weights),
-        REVERSE=reverse, SEGMENTED=plan.span > 0, READ=plan.along, SAVE=save or not plan.along, WEIGH=weigh,
-        BLOCK=block, STEP=plan.step(plan.advance, key_dim), **walk, **plan.options(plan.advance),
+    advancing = call.prepare(
+        advance, plan.advance, plan.walks * plan.heads * cdiv(value_dim, block),
+        (call.scale, plan.sequences, plan.span, *sizes, q_step, beta_step, write_step),
+        REVERSE=call.reverse, WEIGH=weigh, BLOCK=block, STEP=plan.step(plan.advance, key_dim),
     )  # fmt: skip
     reading = None
     if not plan.along:
         block = plan.block("read_out", value_dim)
-        reading = Prepared(
-            read_out, device, plan.slots * heads * cdiv(value_dim, block),
-            (scale, tokens, heads, *q_strides, *g_strides),
-            K=key_dim, V=value_dim, GATED=gated, PACKED=packed, REVERSE=reverse,
-            PRECISION=plan.precision, CHUNK=plan.chunk,
-            BLOCK=block, STEP=plan.step("read_out", key_dim), **plan.options("read_out"),
+        reading = call.prepare(
+            read_out, "read_out", places * cdiv(value_dim, block), (call.scale, *sizes, q_step, g_step),
+            REVERSE=call.reverse, BLOCK=block, STEP=plan.step("read_out", key_dim),
         )  # fmt: skip
     return _Forward(prepares, borders, advancing, reading)
 
 
-def _prepare_connect(
-    plan: _Plan, device: torch.device, tokens: int, heads: int, key_dim: int, value_dim: int, packed: bool, *,
-    back: bool,
-) -> Prepared:  # fmt: skip
-    """The launch that computes the states, or with `back` their gradients, at the borders of the segments of time."""
-    block = plan.block("connect", value_dim)
-    return Prepared(
-        connect, device, plan.sequences * heads * cdiv(value_dim, block), (plan.span, tokens, heads), BACK=back,
-        K=key_dim, V=value_dim, PACKED=packed, SCALED=plan.scaled, PRECISION=plan.precision,
-        CHUNK=plan.chunk, BLOCK_K=plan.whole(key_dim), BLOCK=block, **plan.options("connect"),
-    )  # fmt: skip
-
-
 @lru_cache(PREPARED)
-def _prepare_read_through(
-    plan: _Plan, entry: Launch, device: torch.device, tokens: int, heads: int, key_dim: int, value_dim: int,
-    scores: torch.dtype, raw: bool, scale: float, reverse: int, gated: bool, packed: bool, has_initial: bool,
-    own_write_key: bool, strides: tuple[int, ...],
-) -> Prepared:  # fmt: skip
-    return Prepared(
-        read_through, device, plan.sequences * heads, (scale, tokens, heads, *strides),
-        K=key_dim, V=value_dim, GATED=gated, PACKED=packed, REVERSE=reverse, SCALED=plan.scaled,
-        HAS_INITIAL=has_initial, OWN_WRITE_KEY=own_write_key, RAW=raw, DTYPE=TRITON_DTYPES[scores],
-        PRECISION=plan.precision, CHUNK=plan.chunk, BLOCK_K=plan.whole(key_dim), BLOCK=plan.whole(value_dim),
-        **entry.options,
+def _prepare_read_through(call: _Call) -> Prepared:
+    plan = call.plan
+    return call.prepare(
+        read_through, "read_through", plan.sequences * plan.heads, (call.scale, plan.tokens, plan.heads, *call.steps),
+        REVERSE=call.reverse, OWN_WRITE_KEY=call.own_write_key, RAW=call.raw, BLOCK_K=plan.whole(plan.key_dim),
+        BLOCK=plan.whole(plan.value_dim),
     )  # fmt: skip
 
 
 @delta_rule.register_fake
 def _(q, k, v, beta, write_key, g, initial_state, cu_seqlens, scale, reverse, half, save, recompute):
-    plan = _plan(k, v, cu_seqlens, half, save or recompute)
-    heads, key_dim = k.shape[2:]
-    value_dim = v.shape[3]
-    sizes = _kept_sizes(plan, heads, key_dim, value_dim, g is not None, save)
-    output, final, buffers = _allocate(plan, v, key_dim, sizes)
+    plan = _plan(k, v, g, cu_seqlens, half, save or recompute)
+    output, final, buffers = _allocate(plan, v, _kept_sizes(plan, save))
     return output, final, buffers if save else []
 
 
 class _Kept(NamedTuple):
     """What `prepare` and `advance` store by slot and head, in one buffer for each type."""
 
-    squares: Tensor  # X and tril(Q Wᵀ ⊙ D)
+    products: Tensor  # X and A
     queries: Tensor  # e^b Q
-    writes: Tensor  # e^{b_C - b} W
-    erased: Tensor  # -X e^b R
-    written: Tensor  # (X V)ᵀ, then Uᵀ
+    writes: Tensor  # e^{b_C - b} P
+    w: Tensor  # W
+    u: Tensor  # (X V)ᵀ, then Uᵀ
     states: Tensor  # Sᵀ before each chunk
     transitions: Tensor  # of each segment of time from the second to the last but one
     units: Tensor  # see triton_kept.py; empty for float32
     transition_units: Tensor
-    decays: Tensor  # e^{b_C}; empty without gates
+    decays: Tensor | None  # e^{b_C}; None without gates
 
 
-def _kept_sizes(
-    plan: _Plan, heads: int, key_dim: int, value_dim: int, gated: bool, save: bool
-) -> tuple[list[int], list[int]]:
+def _kept_sizes(plan: _Plan, save: bool) -> tuple[list[int], list[int]]:
     """The elements of the parts of `_Kept`: of tiles, and of float32. Each part is aligned for vector loads."""
-    places = 0 if plan.walked else heads * plan.slots
-    keys = places * plan.chunk * key_dim
+    places = 0 if plan.walked else plan.heads * plan.slots
+    keys = places * plan.chunk * plan.key_dim
     tiles = [
         2 * places * plan.chunk**2,
-        keys if plan.keeps_rows(gated) and (save or plan.along) else 0,
-        keys if plan.keeps_rows(gated) else 0,
+        keys if plan.keeps_rows and (save or plan.along) else 0,
+        keys if plan.keeps_rows else 0,
         keys,
-        places * plan.chunk * value_dim,
-        0 if plan.along and not save else places * key_dim * value_dim,
-        plan.walks * heads * key_dim**2 if plan.span else 0,
+        places * plan.chunk * plan.value_dim,
+        0 if plan.along and not save else places * plan.key_dim * plan.value_dim,
+        plan.walks * plan.heads * plan.key_dim**2 if plan.span else 0,
     ]
     # A segment without chunks loads the numbers of the slot behind it, which may be the one behind the last, in vain.
-    read = places + heads if places else 0
+    read = places + plan.heads if places else 0
     numbers = [
-        read * count_units(value_dim) if plan.scaled else 0,
-        plan.walks * heads * cdiv(key_dim, TILE.value) if plan.scaled and plan.span else 0,
-        read if gated else 0,
+        read * count_units(plan.value_dim) if plan.scaled else 0,
+        plan.walks * plan.heads * cdiv(plan.key_dim, TILE.value) if plan.scaled and plan.span else 0,
+        read if plan.gated else 0,
     ]
     return [cdiv(size, ALIGNMENT) * ALIGNMENT for size in tiles], [
         cdiv(size, ALIGNMENT) * ALIGNMENT for size in numbers
     ]
 
 
-def _find_kept(sizes: tuple[list[int], list[int]], buffers: list[Tensor]) -> _Kept:
-    return _Kept(*(part for buffer, own in zip(buffers, sizes, strict=True) for part in buffer.split(own)))
+def _find_kept(plan: _Plan, sizes: tuple[list[int], list[int]], buffers: list[Tensor]) -> _Kept:
+    kept = _Kept(*(part for buffer, own in zip(buffers, sizes, strict=True) for part in buffer.split(own)))
+    return kept if plan.gated else kept._replace(decays=None)
 
 
-def _allocate(
-    plan: _Plan, v: Tensor, key_dim: int, sizes: tuple[list[int], list[int]]
-) -> tuple[Tensor, Tensor, list[Tensor]]:
+def _allocate(plan: _Plan, v: Tensor, sizes: tuple[list[int], list[int]]) -> tuple[Tensor, Tensor, list[Tensor]]:
     """The output, the final state and the buffers of the other results, not yet written."""
-    final = v.new_empty((plan.sequences, v.shape[2], key_dim, v.shape[3]), dtype=torch.float32)
+    final = v.new_empty((plan.sequences, plan.heads, plan.key_dim, plan.value_dim), dtype=torch.float32)
     tiles, numbers = sizes
     buffers = v.new_empty((sum(tiles),), dtype=plan.dtype), v.new_empty((sum(numbers),), dtype=torch.float32)
     return v.new_empty(v.shape), final, list(buffers)
 
 
-def _allocate_offsets(plan: _Plan, k: Tensor, v: Tensor) -> Tensor:
+def _allocate_offsets(plan: _Plan, v: Tensor) -> Tensor:
     """The offset of each segment of time, see `store_held`."""
-    return v.new_empty((plan.walks, k.shape[2], count_held(k.shape[3], v.shape[3])), dtype=torch.float32)
-
-
-def _score_dtype(plan: _Plan, *tensors: Tensor) -> tuple[torch.dtype, bool]:
-    """The type of products of queries and keys, their own if they share one, and whether they are exact in it."""
-    # Triton's interpreter, which runs on the CPU, multiplies matrices of bfloat16 as integers.
-    dtype = tensors[0].dtype
-    own = len({x.dtype for x in tensors}) == 1 and (dtype == torch.float16 or tensors[0].device.type != "cpu")
-    own = own and dtype.itemsize == plan.dtype.itemsize
-    return (dtype, True) if own else (plan.dtype, not plan.scaled)
+    return v.new_empty((plan.walks, plan.heads, count_held(plan.key_dim, plan.value_dim)), dtype=torch.float32)
 
 
 @custom_op("delta_rule_backward")
@@ -642,68 +616,58 @@ def delta_rule_backward(
 
     Without `reads` that of q is empty, without `rest` those of k, beta, write_key and g are.
     """
-    q, k, d_output = channels_adjacent(q), channels_adjacent(k), channels_adjacent(d_output)
-    write = k if write_key is None else channels_adjacent(write_key)
+    inputs = _lay_out(q, k, d_output, beta, write_key, g)
     d_final = None if d_final is None else d_final.contiguous()
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
-    plan = _plan(k, d_output, cu_seqlens, half, True)
-    batch, tokens, heads, key_dim = k.shape
-    value_dim = d_output.shape[3]
-    sequence_of = sequence_of_slots(plan.slots, plan.chunk, tokens, cu_seqlens)
-    ours = _find_kept(_kept_sizes(plan, heads, key_dim, value_dim, g is not None, True), kept)
-    d_units = q.new_empty(
-        (plan.slots * heads * count_gradient_units(value_dim) if plan.scaled else 0,), dtype=torch.float32
-    )
-
-    fused = plan.fuses(g is not None)
-    scores = 0 if fused else len(ours.squares) // 2
-    lengths = [len(ours.states), len(ours.written), scores, scores]
-    d_states, d_written, d_attention, d_lower = ours.states.new_empty((sum(lengths),)).split(lengths)
-    d_gates = d_units  # without a gate no kernel reads it
-    if rest and g is not None:
-        d_gates = q.new_empty((plan.slots * heads * plan.chunk,), dtype=torch.float32)
-    d_initial = q.new_empty((plan.sequences, heads, key_dim, value_dim), dtype=torch.float32)
+    plan = _plan(k, d_output, g, cu_seqlens, half, True)
+    places = plan.slots * plan.heads
+    sequence_of = sequence_of_slots(plan.slots, plan.chunk, plan.tokens, cu_seqlens)
+    ours = _find_kept(plan, _kept_sizes(plan, True), kept)
+    d_units = q.new_empty((places * count_gradient_units(plan.value_dim) if plan.scaled else 0,), dtype=torch.float32)
+    lengths = [len(ours.states), len(ours.u), 0 if plan.fuses else len(ours.products)]
+    d_states, d_u, d_products = ours.states.new_empty((sum(lengths),)).split(lengths)
+    d_gates = q.new_empty((places * plan.chunk,), dtype=torch.float32) if rest and plan.gated else None
+    d_initial = q.new_empty((plan.sequences, plan.heads, plan.key_dim, plan.value_dim), dtype=torch.float32)
     d_q, d_k, d_write_key = _allocate_gradients(q, k, write_key, d_output, reads, rest)
     d_v = d_output.new_empty(d_output.shape)
-    parts = cdiv(key_dim, plan.block(plan.differentiate(g is not None), key_dim))
-    d_beta, d_g = (_allocate_parts(parts, beta, x if rest else None) for x in (beta, g))
-    d_offsets = _allocate_offsets(plan, k, d_output) if plan.span else None
-    weigh = plan.weighs(q, write, g is not None)
+    parts = cdiv(plan.key_dim, plan.block(plan.differentiate, plan.key_dim))
+    of_numbers = [x if rest and x is not None else beta.new_empty((0,)) for x in (beta, g)]
+    d_beta, d_g = (_allocate_parts(parts, x) for x in of_numbers)
+    weigh = plan.weighs(inputs.q, inputs.write)
     # On an H200, products of queries and gradients as they came make the walk of segments 5 to 11 % faster, and that of
     # whole sequences 10 % slower.
-    raw = weigh and plan.span > 0 and _score_dtype(plan, q, d_output)[1]
-    launches = _prepare_backward(
-        plan, plan.backward_entries(g is not None), q.device, batch, tokens, heads, key_dim, value_dim, scale, reverse,
-        g is not None, cu_seqlens is not None, d_final is not None, write_key is not None, reads, rest, weigh, raw,
-        *_score_dtype(plan, q, k, write),
-        (strides(q), strides(k), strides(beta), strides(write), strides(g), strides(d_output)),
-    )  # fmt: skip
+    raw_walk = weigh and plan.span > 0 and _have_type_of_products(plan, q, d_output)
+    call = inputs.call(plan, plan.backward_entries, scale, reverse, write_key is not None)
+    launches = _prepare_backward(call, weigh, raw_walk)
     if weigh:
-        ours = ours._replace(queries=q, writes=write)
-    elif not plan.keeps_rows(g is not None):
-        rows = q.new_empty((2, plan.slots * heads * plan.chunk * key_dim), dtype=plan.dtype)
+        ours = ours._replace(queries=inputs.q, writes=inputs.write)
+    elif not plan.keeps_rows:
+        rows = q.new_empty((2, places * plan.chunk * plan.key_dim), dtype=plan.dtype)
         ours = ours._replace(queries=rows[0], writes=rows[1])
-        launches.weigh_rows(q, beta, write, ours.units, cu_seqlens, sequence_of, ours.queries, ours.writes)
-    walked = (
-        beta, ours.units, d_units, cu_seqlens, ours.squares, ours.queries, ours.writes, ours.erased, ours.decays,
-        d_output, d_final, d_offsets, d_states, d_written, d_initial,
-    )  # fmt: skip
+        launches.weigh_rows(
+            inputs.q, inputs.beta, inputs.write, ours.units, cu_seqlens, sequence_of, ours.queries, ours.writes
+        )
+    read = (inputs.beta, ours.units, d_units, cu_seqlens, *ours[:4], ours.decays, inputs.v, d_final)
+    d_offsets = None
     if launches.borders is not None:
         summarize_segments, connect_segments = launches.borders
-        summarize_segments(*walked)
+        d_offsets = _allocate_offsets(plan, d_output)
+        summarize_segments(*read, d_offsets, None, d_u, d_initial)
         connect_segments(cu_seqlens, d_offsets, ours.transitions, ours.transition_units)
-    launches.retreat(*walked)
+    launches.retreat(*read, d_offsets, d_states, d_u, d_initial)
+    known = (
+        *(inputs.q, inputs.k, inputs.beta, inputs.write, inputs.g, ours.units, d_units, cu_seqlens, sequence_of),
+        *(ours.products, ours.u),
+    )
     if launches.scores is not None:
-        launches.scores(
-            q, k, beta, write, g, ours.units, d_units, cu_seqlens, sequence_of, ours.squares, ours.written, d_output,
-            d_written, d_v, d_attention, d_lower, d_gates,
-        )  # fmt: skip
-    if reads or rest or fused:
+        launches.scores(*known, inputs.v, d_u, d_v, d_products, d_gates)
+    if reads or rest or plan.fuses:
         launches.inputs(
-            q, k, beta, write, g, ours.units, d_units, cu_seqlens, sequence_of, ours.squares, ours.written, ours.states,
-            d_output, d_written, d_states, d_attention, d_lower, d_gates, d_q, d_k, d_v, d_beta, d_write_key, d_g,
-        )  # fmt: skip
-    d_beta, d_g = (_add_up(x, like if rest else None) for x, like in ((d_beta, beta), (d_g, g)))
+            *(*known, ours.states, inputs.v, d_u, d_states, None if plan.fuses else d_products, d_gates),
+            *(d_q if reads else None, d_k if rest else None, d_v, d_beta),
+            *(None if write_key is None else d_write_key, d_g),
+        )
+    d_beta, d_g = map(_add_up, (d_beta, d_g), of_numbers)
     return d_q, d_k, d_v, d_beta, d_write_key, d_g, d_initial
 
 
@@ -718,60 +682,45 @@ class _Backward(NamedTuple):
 
 
 @lru_cache(PREPARED)
-def _prepare_backward(
-    plan: _Plan, entries: tuple[Launch, ...], device: torch.device, batch: int, tokens: int, heads: int, key_dim: int,
-    value_dim: int, scale: float, reverse: int, gated: bool, packed: bool, has_final: bool, own_write_key: bool,
-    reads: bool, rest: bool, weigh: bool, raw: bool, score_dtype: torch.dtype, raw_scores: bool,
-    strides: tuple[tuple[int, ...], ...],
-) -> _Backward:  # fmt: skip
-    """`entries` are those of the table, which may change between calls."""
-    q_strides, k_strides, beta_strides, write_strides, g_strides, d_output_strides = strides
-    weights = (*q_strides, *beta_strides, *write_strides)
-    constants = _constants(plan, key_dim, value_dim, packed)
-    d_units = count_gradient_units(value_dim)
-    places = plan.slots * heads
+def _prepare_backward(call: _Call, weigh: bool, raw_walk: bool) -> _Backward:
+    """`raw_walk`: `retreat` multiplies queries and the gradients of outputs as they came."""
+    plan, sizes = call.plan, (call.plan.tokens, call.plan.heads)
+    key_dim, value_dim, reverse = plan.key_dim, plan.value_dim, call.reverse
+    q_step, k_step, do_step, beta_step, write_step, g_step = call.steps
+    places = plan.slots * plan.heads
     weighing = Prepared(
-        weigh_rows, device, places, (scale, tokens, heads, *weights),
-        K=key_dim, UNITS=count_units(value_dim), PACKED=packed, REVERSE=reverse, SCALED=plan.scaled, CUT=plan.cut,
-        CHUNK=plan.chunk,
-        BLOCK=min(64, plan.whole(key_dim)), **launch_options(4),
+        weigh_rows, call.device, places, (call.scale, *sizes, q_step, beta_step, write_step),
+        K=key_dim, V=value_dim, REVERSE=reverse, CHUNK=plan.chunk, BLOCK=min(64, plan.whole(key_dim)),
+        **launch_options(4),
     )  # fmt: skip
 
     def walk(name: str) -> Prepared:
         block = plan.tiles(name, value_dim)
-        return Prepared(
-            retreat, device, plan.walks * heads * cdiv(value_dim, block),
-            (scale, plan.sequences, plan.span, tokens, heads, *d_output_strides, *weights),
-            GATED=gated, REVERSE=reverse, HAS_FINAL=has_final, SEGMENTED=plan.span > 0,
-            SUMMARY=name.startswith("retreat_summary"), WEIGH=weigh, RAW=raw, D_UNITS=d_units,
-            BLOCK=block, STEP=plan.step(name, key_dim), **constants, **plan.options(name),
+        numbers = (call.scale, plan.sequences, plan.span, *sizes, do_step, q_step, beta_step, write_step)
+        return call.prepare(
+            retreat, name, plan.walks * plan.heads * cdiv(value_dim, block), numbers,
+            REVERSE=reverse, WEIGH=weigh, RAW=raw_walk, BLOCK=block, STEP=plan.step(name, key_dim),
         )  # fmt: skip
 
     borders = None
     if plan.span:
-        connecting = _prepare_connect(plan, device, tokens, heads, key_dim, value_dim, packed, back=True)
-        borders = walk(plan.walk("retreat_summary")), connecting
-    scores, fused = None, plan.fuses(gated)
-    if not fused:
-        scores = Prepared(
-            differentiate_scores, device, places,
-            (scale, tokens, heads, *q_strides, *k_strides, *beta_strides, *write_strides, *g_strides,
-             *d_output_strides),
-            GATED=gated, REVERSE=reverse, D_UNITS=d_units, REST=gated and rest, RAW=gated and rest and raw_scores,
-            DTYPE=TRITON_DTYPES[score_dtype if gated and rest else plan.dtype],
-            STEP=plan.tile("differentiate_scores", value_dim), **constants, **plan.options("differentiate_scores"),
+        borders = walk(plan.walk("retreat_summary")), call.prepare_connect(back=True)
+    steps = (q_step, k_step, beta_step, write_step, g_step, do_step)
+    scores = None
+    if not plan.fuses:
+        name = "differentiate_scores"
+        scores = call.prepare(
+            differentiate_scores, name, places, (call.scale, *sizes, *steps),
+            REVERSE=reverse, RAW=call.raw, STEP=plan.tile(name, value_dim),
         )  # fmt: skip
-    name = plan.differentiate(gated)
+    name = plan.differentiate
     block = plan.block(name, key_dim)
-    inputs = Prepared(
-        differentiate_inputs, device, places * cdiv(key_dim, block),
-        (scale, tokens, heads, batch * tokens, *q_strides, *k_strides, *beta_strides, *write_strides, *g_strides,
-         *d_output_strides),
-        GATED=gated, REVERSE=reverse, OWN_WRITE_KEY=own_write_key, READS=reads, REST=rest, SCORES=fused,
-        D_UNITS=d_units, BLOCK=block, STEP=(plan.value_step if fused else plan.tile)(name, value_dim),
-        **constants, **plan.options(name),
+    inputs = call.prepare(
+        differentiate_inputs, name, places * cdiv(key_dim, block),
+        (call.scale, *sizes, plan.batch * plan.tokens, *steps),
+        REVERSE=reverse, BLOCK=block, STEP=(plan.value_step if plan.fuses else plan.tile)(name, value_dim),
     )  # fmt: skip
-    return _Backward(weighing, borders, walk(plan.retreat(gated)), scores, inputs)
+    return _Backward(weighing, borders, walk(plan.retreat), scores, inputs)
 
 
 @delta_rule_backward.register_fake
@@ -791,29 +740,24 @@ def _(q, k, beta, write_key, g, cu_seqlens, kept, d_output, d_final, scale, reve
 
 def _allocate_gradients(
     q: Tensor, k: Tensor, write_key: Tensor | None, d_output: Tensor, reads: bool, rest: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Buffers for the gradients of q, k and write_key; empty for those that are not needed."""
-    return (
-        _gradient(q, d_output) if reads else q.new_empty((0,)),
-        _gradient(k, d_output) if rest else k.new_empty((0,)),
-        _gradient(write_key, d_output) if rest and write_key is not None else k.new_empty((0,)),
+) -> tuple[Tensor, ...]:
+    """Buffers for the gradients of q, k and write_key, each in the wider of its type and d_output's; empty for those
+    that are not needed.
+    """
+    needed = (q if reads else None, k if rest else None, write_key if rest else None)
+    return tuple(
+        q.new_empty((0,)) if x is None else x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, d_output.dtype))
+        for x in needed
     )
 
 
-def _gradient(x: Tensor, d_output: Tensor) -> Tensor:
-    """A buffer for a gradient of x, in the wider of the types of x and d_output."""
-    return x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, d_output.dtype))
-
-
-def _allocate_parts(parts: int, beta: Tensor, like: Tensor | None) -> Tensor:
+def _allocate_parts(parts: int, like: Tensor) -> Tensor:
     """A buffer for a gradient [B, T, H]; several parts in float32, which are summed later, if programs share it."""
-    if like is None:
-        return beta.new_empty((0,))
     return like.new_empty(like.shape) if parts == 1 else like.new_empty((parts, *like.shape), dtype=torch.float32)
 
 
-def _add_up(parts: Tensor, like: Tensor | None) -> Tensor:
-    if like is None or parts.dim() == like.dim():
+def _add_up(parts: Tensor, like: Tensor) -> Tensor:
+    if parts.dim() == like.dim():
         return parts
     if len(parts) == 2:  # one launch, which rounds the sum itself
         return torch.add(*parts, out=like.new_empty(like.shape))
@@ -843,9 +787,7 @@ def _differentiate(ctx, d_output, d_final, *_):
     needed = ctx.needs_input_grad
     reads, rest = needed[0], needed[1] or any(needed[3:6])
     d_q, d_k, d_v, d_beta, d_write_key, d_g, d_initial = delta_rule_backward(
-        *(q, k, beta, write_key, g, cu_seqlens, kept, d_output, d_final, ctx.scale, ctx.reverse, ctx.half),
-        reads,
-        rest,
+        q, k, beta, write_key, g, cu_seqlens, kept, d_output, d_final, ctx.scale, ctx.reverse, ctx.half, reads, rest
     )
     return (
         d_q if reads else None,
@@ -855,12 +797,7 @@ def _differentiate(ctx, d_output, d_final, *_):
         d_write_key if rest and write_key is not None else None,
         d_g if rest and g is not None else None,
         None if ctx.initial_dtype is None else d_initial.to(ctx.initial_dtype),
-        None,
-        None,
-        None,
-        None,
-        None,
-        None,
+        *(None,) * 6,
     )
 
 

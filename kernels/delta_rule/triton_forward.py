@@ -1,4 +1,4 @@
-"""The delta rule forward in Triton. The formulas are those of chunk.py; e^b, D, X, U are named as there.
+"""The delta rule forward in Triton. The formulas and letters are those of chunk.py.
 
 `prepare` runs over chunks in parallel and stores tiles that need no further scaling but by their units (see
 triton_units.py). Then `advance` walks along time and stores the outputs. In float32 the tiles are too large for that:
@@ -26,17 +26,20 @@ from longseq.kernels.delta_rule.triton_kept import (
     INVERSE,
     KEY,
     PACKED_UNITS,
+    PRECISION,
     QUERY,
     SIZE,
     TILE,
     WRITE_KEY,
-    WRITTEN,
+    U,
+    find_place,
+    find_units,
     load_by_rows,
     pack_units,
     store_by_columns,
     store_by_rows,
     store_packed,
-    unpack_among,
+    unpack_a,
     unpack_queries,
     unpack_writes,
 )
@@ -44,9 +47,9 @@ from longseq.kernels.delta_rule.triton_segments import (
     BOTH,
     across,
     end_walk,
+    load_betas,
     load_held,
-    load_offered,
-    load_strengths,
+    load_xv,
     multiply_rows,
     turn_to_tiles,
     walk_through,
@@ -102,7 +105,7 @@ from longseq.kernels.triton_units import (
 def _weigh(
     products, weight, gate, logs, REACH: tl.constexpr, GATED: tl.constexpr, EXACT: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """Products with write keys times the write's strength and decay, for tokens REACH or more back; else 0.
+    """Products with write keys times the write's beta and decay, for tokens REACH or more back; else 0.
 
     The decays are those of `gate` if EXACT, else those of `logs` (see `decay_of_logs`).
     """
@@ -149,101 +152,104 @@ def _find_unit_below(largest, share, SCALED: tl.constexpr):
 
 
 @triton.jit
-def _multiply_tiles(x, rows, SCALED: tl.constexpr, PRECISION: tl.constexpr):
+def _multiply_tiles(x, rows, SCALED: tl.constexpr):
     """The product of two tiles, which is a tile without further scaling."""
     return as_tile(tl.dot(x, rows, input_precision=PRECISION), SCALED)
 
 
 @triton.jit
-def _prepare_place(
-    place, q, k, v, beta, write_key, g, cu_seqlens, sequence_of,
-    squares, queries, writes, erased, offered, decays, units,
-    scale, T, H,
-    q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
-    beta_row, beta_token, beta_head, write_row, write_token, write_head, g_row, g_token, g_head,
-    K: tl.constexpr, V: tl.constexpr, UNITS: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr,
-    REVERSE: tl.constexpr, SCALED: tl.constexpr, SAVE: tl.constexpr, ROWS: tl.constexpr,
-    RAW: tl.constexpr, DTYPE: tl.constexpr, AGAIN: tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr, OWN_WRITE_KEY: tl.constexpr, READS: tl.constexpr, REST: tl.constexpr,
+def _prepare_chunk(
+    place, inputs, steps, results, cu_seqlens, sequence_of, scale, T, H,
+    K: tl.constexpr, V: tl.constexpr, REVERSE: tl.constexpr, SAVE: tl.constexpr, ROWS: tl.constexpr,
+    RAW: tl.constexpr, AGAIN: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, OWN_WRITE_KEY: tl.constexpr,
+    READS: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     """`prepare` for one chunk of one head; AGAIN, one that is not mild (see `inverse_size`), with a float32 inverse.
 
-    READS: what `advance` reads and writes the state with, tril(Q Wᵀ ⊙ D) and the rows. REST: all that needs X.
+    READS: what `advance` reads and writes the state with, A and the rows. REST: all that needs X.
     """
+    q, k, v, beta, write_key, g = inputs
+    q_token, k_token, v_token, beta_token, write_token, g_token = steps  # between tokens
+    products, queries, writes, w, u, decays, units = results
+    GATED: tl.constexpr = g is not None
+    SCALED: tl.constexpr = products.dtype.element_ty == tl.float16
+    CUT: tl.constexpr = SCALED and (K <= 64 and V <= 64)
+    DTYPE: tl.constexpr = q.dtype.element_ty if RAW and SCALED else products.dtype.element_ty
     BITS: tl.constexpr = 6 if K <= 64 else 7 if K <= 128 else 8  # K is at most 2^BITS
     slot = place // H
     head = place % H
-    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
+    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, cu_seqlens is not None, CHUNK, REVERSE)
+    t = row * T + start
     NEXT = direction(REVERSE)
-    q += row * q_row + start * q_token + head * q_head
-    k += row * k_row + start * k_token + head * k_head
-    v += row * v_row + start * v_token + head * v_head
-    write_key += row * write_row + start * write_token + head * write_head
-    beta += row * beta_row + start * beta_token + head * beta_head
-    units += place * UNITS
+    q += head * K + t * q_token
+    k += head * K + t * k_token
+    v += head * V + t * v_token
+    write_key += head * K + t * write_token
+    beta += head + t * beta_token
+    units = find_units(units, place, V)
     q_token *= NEXT
     k_token *= NEXT
     v_token *= NEXT
     write_token *= NEXT
-    strength = load_numbers(beta, beta_token * NEXT, live, CHUNK)
-    gate, logs = strength, strength
+    betas = load_numbers(beta, beta_token * NEXT, live, CHUNK)
+    gate, logs = betas, betas
     since = tl.full((CHUNK,), 1.0, tl.float32)
     until = since
     EXACT: tl.constexpr = AGAIN or not SCALED
     if GATED:
-        g += row * g_row + start * g_token + head * g_head
+        g += head + t * g_token
         g_token *= NEXT
         gate = load_numbers(g, g_token, live, CHUNK)
 
-    erasing = tl.zeros((CHUNK, CHUNK), tl.float32)
-    reading = tl.zeros((CHUNK, CHUNK), tl.float32)
-    read_rows = tl.zeros((CHUNK,), tl.float32)
-    most_query, most_read, most_write = 0.0, 0.0, 0.0
+    kk = tl.zeros((CHUNK, CHUNK), tl.float32)
+    qk = tl.zeros((CHUNK, CHUNK), tl.float32)
+    key_rows = tl.zeros((CHUNK,), tl.float32)
+    most_query, most_key, most_write = 0.0, 0.0, 0.0
     for e in tl.static_range(0, K, BLOCK):
-        read = load_tokens(k, k_token, live, e, K, CHUNK, BLOCK)
-        write = read
+        key = load_tokens(k, k_token, live, e, K, CHUNK, BLOCK)
+        write = key
         if OWN_WRITE_KEY:
             write = load_tokens(write_key, write_token, live, e, K, CHUNK, BLOCK)
         if READS:
             query = load_tokens(q, q_token, live, e, K, CHUNK, BLOCK)
         if RAW:
             if READS:
-                reading = tl.dot(query.to(DTYPE), tl.trans(write.to(DTYPE)), reading, input_precision=PRECISION)
+                qk = tl.dot(query.to(DTYPE), tl.trans(write.to(DTYPE)), qk, input_precision=PRECISION)
             if REST:
-                erasing = tl.dot(read.to(DTYPE), tl.trans(write.to(DTYPE)), erasing, input_precision=PRECISION)
+                kk = tl.dot(key.to(DTYPE), tl.trans(write.to(DTYPE)), kk, input_precision=PRECISION)
         if SCALED:
             # Block by block only the largest at each place is kept: one search for all blocks is faster than one each.
             if READS:
                 most_query = query if e == 0 else keep_larger(most_query, query)
-            most_read = read if e == 0 else keep_larger(most_read, read)
+            most_key = key if e == 0 else keep_larger(most_key, key)
             if OWN_WRITE_KEY:
                 most_write = write if e == 0 else keep_larger(most_write, write)
             if AGAIN:
-                read_rows = tl.maximum(read_rows, find_largest_of_rows(read))
+                key_rows = tl.maximum(key_rows, find_largest_of_rows(key))
     if GATED:
         since, until, whole, logs = find_decays(gate, g, g_token, live, EXACT, CHUNK)
         if REST:
             tl.store(decays + place, whole)
-    query_unit, query_inverse, read_unit, read_inverse, write_unit, write_inverse = 1.0, 1.0, 1.0, 1.0, 1.0, 1.0
+    query_unit, query_inverse, key_unit, key_inverse, write_unit, write_inverse = 1.0, 1.0, 1.0, 1.0, 1.0, 1.0
     queries_inverse, writes_inverse, since_exponent = 1.0, 1.0, 0
     if SCALED:
         if READS:
-            largest_query, largest_read = find_largest_of_both(most_query, most_read)
+            largest_query, largest_key = find_largest_of_both(most_query, most_key)
             query_unit, query_inverse = power_of_two(largest_query)
-            read_unit, read_inverse = power_of_two(largest_read)
+            key_unit, key_inverse = power_of_two(largest_key)
         else:
-            read_unit, read_inverse = find_unit(most_read, SCALED)
-            query_unit = read_unit  # not stored
-        write_unit, write_inverse = read_unit, read_inverse
+            key_unit, key_inverse = find_unit(most_key, SCALED)
+            query_unit = key_unit  # not stored
+        write_unit, write_inverse = key_unit, key_inverse
         if OWN_WRITE_KEY:
             write_unit, write_inverse = find_unit(most_write, SCALED)
         queries_exponent = exponent_of(query_unit) + exponent_above(tl.abs(scale))
         if GATED:
-            steepest_since, strongest = find_largest_of_both(since, until * strength)
+            steepest_since, strongest = find_largest_of_both(since, until * betas)
             since_exponent = exponent_above(steepest_since)
             queries_exponent += since_exponent
         else:
-            strongest = find_largest(strength)
+            strongest = find_largest(betas)
         queries_exponent = clamp_exponent(queries_exponent)
         writes_exponent = clamp_exponent(exponent_of(write_unit) + exponent_above(strongest) + WRITES_ROOM)
         queries_inverse = two_to(-queries_exponent)
@@ -251,21 +257,21 @@ def _prepare_place(
         if READS:
             tl.store(units + QUERY, query_unit)
         if REST:
-            tl.store(units + KEY, read_unit)
+            tl.store(units + KEY, key_unit)
             tl.store(units + WRITE_KEY, write_unit)
     if not RAW:
         if READS:
-            reading = multiply_rows(
+            qk = multiply_rows(
                 *(q, q_token, query_inverse, write_key, write_token, write_inverse, live),
-                *(K, RAW, DTYPE, PRECISION, CHUNK, BLOCK),
+                *(K, RAW, DTYPE, CHUNK, BLOCK),
             )
-            reading *= query_unit * write_unit
+            qk *= query_unit * write_unit
         if REST:
-            erasing = multiply_rows(
-                *(k, k_token, read_inverse, write_key, write_token, write_inverse, live),
-                *(K, RAW, DTYPE, PRECISION, CHUNK, BLOCK),
+            kk = multiply_rows(
+                *(k, k_token, key_inverse, write_key, write_token, write_inverse, live),
+                *(K, RAW, DTYPE, CHUNK, BLOCK),
             )
-            erasing *= read_unit * write_unit
+            kk *= key_unit * write_unit
     for e in tl.static_range(0, K, BLOCK):
         if READS and ROWS == 2:
             if K > BLOCK:
@@ -275,27 +281,27 @@ def _prepare_place(
         if READS and ROWS > 0:
             if K > BLOCK:
                 write = load_tokens(write_key, write_token, live, e, K, CHUNK, BLOCK)
-            tile = write.to(tl.float32) * (until * strength * writes_inverse)[:, None]
+            tile = write.to(tl.float32) * (until * betas * writes_inverse)[:, None]
             store_by_rows(writes + place * CHUNK * K, live, e, tile, K, CUT, CHUNK, BLOCK)
-    squares += place * 2 * CHUNK * CHUNK
+    products += place * 2 * CHUNK * CHUNK
     if READS:
-        among = _weigh(reading, strength * scale, gate, logs, 0, GATED, EXACT, CHUNK)
-        among_exponent = 0
+        a = _weigh(qk, betas * scale, gate, logs, 0, GATED, EXACT, CHUNK)
+        a_exponent = 0
         if SCALED and not (GATED or AGAIN):
-            products = bound_product(exponent_of(query_unit), exponent_of(write_unit), BITS)
-            among_exponent = clamp_exponent(products + exponent_above(strongest * tl.abs(scale)))
-        among, among_unit = _tile_of_scores(among, among_exponent, GATED or AGAIN, SCALED)
-        store_by_rows(squares + CHUNK * CHUNK, live, 0, among, CHUNK, CUT, CHUNK, CHUNK)
+            bound = bound_product(exponent_of(query_unit), exponent_of(write_unit), BITS)
+            a_exponent = clamp_exponent(bound + exponent_above(strongest * tl.abs(scale)))
+        a, a_unit = _tile_of_scores(a, a_exponent, GATED or AGAIN, SCALED)
+        store_by_rows(products + CHUNK * CHUNK, live, 0, a, CHUNK, CUT, CHUNK, CHUNK)
     if REST:
         # Where registers suffice, values are loaded before the inverse, and keys once more before the products that
         # they are needed for last: a program that waits for each block of columns takes 4 % more time.
         EARLY: tl.constexpr = BLOCK == 64 and V <= 128
         KEYS_EARLY: tl.constexpr = EARLY and K <= 128
-        values, reads = (), ()
+        values, keys = (), ()
         if EARLY:
             for e in tl.static_range(0, V, BLOCK):
                 values = values + (load_tokens(v, v_token, live, e, V, CHUNK, BLOCK),)
-        lower = _weigh(erasing, strength, gate, logs, 1, GATED, EXACT, CHUNK)
+        lower = _weigh(kk, betas, gate, logs, 1, GATED, EXACT, CHUNK)
         steepest = find_largest_of_rows(lower)
         x = eliminate(lower, CHUNK) if AGAIN else unit_lower_inverse(lower, live if SCALED else CHUNK, CHUNK, SCALED)
         x_unit, x_inverse, unit = 1.0, 1.0, 1.0
@@ -307,25 +313,25 @@ def _prepare_place(
             tl.store(units + INVERSE, x_unit)
         square = as_tile(x * x_inverse, SCALED)
         if SAVE:
-            store_by_rows(squares, live, 0, square, CHUNK, CUT, CHUNK, CHUNK)
+            store_by_rows(products, live, 0, square, CHUNK, CUT, CHUNK, CHUNK)
         for e in tl.static_range(0, V, BLOCK):
             value = values[e // BLOCK] if EARLY else load_tokens(v, v_token, live, e, V, CHUNK, BLOCK)
             if AGAIN:
                 tile, unit = mix_rows(x, value.to(tl.float32), SCALED, PRECISION)
             else:
                 unit, inverse = _find_unit_below(find_largest(value), ROWS_SHARE, SCALED)
-                tile = _multiply_tiles(square, as_tile(value.to(tl.float32) * inverse, SCALED), SCALED, PRECISION)
+                tile = _multiply_tiles(square, as_tile(value.to(tl.float32) * inverse, SCALED), SCALED)
                 unit *= x_unit
-            store_by_columns(offered + place * CHUNK * V, live, e, tl.trans(tile), V, CUT, BLOCK, CHUNK)
-            store_column_units(units + WRITTEN, e, unit, TILE, V, BLOCK, SCALED)
+            store_by_columns(u + place * CHUNK * V, live, e, tl.trans(tile), V, CUT, BLOCK, CHUNK)
+            store_column_units(units + U, e, unit, TILE, V, BLOCK, SCALED)
         if KEYS_EARLY:
             for e in tl.static_range(0, K, BLOCK):
-                reads = reads + (load_tokens(k, k_token, live, e, K, CHUNK, BLOCK),)
+                keys = keys + (load_tokens(k, k_token, live, e, K, CHUNK, BLOCK),)
         if GATED:
             x *= since[None, :]
         if AGAIN:
             # One unit for all blocks of columns; the unit of each row as in `mix_rows`.
-            row_unit, row_inverse = power_of_two(read_rows)
+            row_unit, row_inverse = power_of_two(key_rows)
             row_inverse = (row_inverse / LIMIT)[:, None]
             x *= row_unit[None, :]
             unit, x_inverse = power_of_two(tl.max(tl.sum(tl.abs(x), 1), 0))
@@ -333,58 +339,53 @@ def _prepare_place(
         else:
             row_inverse = 1.0
             if SCALED:
-                row_inverse = read_inverse * ROWS_SHARE
+                row_inverse = key_inverse * ROWS_SHARE
                 x_inverse *= two_to(-since_exponent)
-                unit = x_unit * two_to(since_exponent) * (read_unit / ROWS_SHARE)
+                unit = x_unit * two_to(since_exponent) * (key_unit / ROWS_SHARE)
         square = as_tile(x * -x_inverse, SCALED)
         for e in tl.static_range(0, K, BLOCK):
-            read = reads[e // BLOCK] if KEYS_EARLY else load_tokens(k, k_token, live, e, K, CHUNK, BLOCK)
-            read = read.to(tl.float32) * row_inverse
-            tile = _multiply_tiles(square, as_tile(read, SCALED), SCALED, PRECISION)
-            store_by_rows(erased + place * CHUNK * K, live, e, tile, K, CUT, CHUNK, BLOCK)
+            key = keys[e // BLOCK] if KEYS_EARLY else load_tokens(k, k_token, live, e, K, CHUNK, BLOCK)
+            key = key.to(tl.float32) * row_inverse
+            tile = _multiply_tiles(square, as_tile(key, SCALED), SCALED)
+            store_by_rows(w + place * CHUNK * K, live, e, tile, K, CUT, CHUNK, BLOCK)
     if SCALED:
         # What this program does not know is not stored: any unit stands for it.
-        known, among_known = unit if REST else read_unit, among_unit if READS else read_unit
-        packed = pack_units(known, two_to(writes_exponent), two_to(queries_exponent), among_known)
+        known, a_known = unit if REST else key_unit, a_unit if READS else key_unit
+        packed = pack_units(known, two_to(writes_exponent), two_to(queries_exponent), a_known)
         store_packed(units + PACKED_UNITS, packed, REST, READS)
 
 
 @triton.jit(do_not_specialize=[*SIZES_AND_STRIDES, "places"])
 def prepare(
-    q, k, v, beta, write_key, g, cu_seqlens, sequence_of,
-    squares, queries, writes, erased, offered, decays, units,
-    scale, places, T, H,
-    q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
-    beta_row, beta_token, beta_head, write_row, write_token, write_head, g_row, g_token, g_head,
-    K: tl.constexpr, V: tl.constexpr, UNITS: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr,
-    REVERSE: tl.constexpr, SCALED: tl.constexpr, SAVE: tl.constexpr, ROWS: tl.constexpr,
-    RAW: tl.constexpr, DTYPE: tl.constexpr, AGAIN: tl.constexpr, PARTS: tl.constexpr, CUT: tl.constexpr,
-    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, OWN_WRITE_KEY: tl.constexpr,
+    q, k, v, beta, write_key, g, cu_seqlens, sequence_of, products, queries, writes, w, u, decays, units,
+    scale, places, T, H, q_token, k_token, v_token, beta_token, write_token, g_token,
+    K: tl.constexpr, V: tl.constexpr, REVERSE: tl.constexpr, SAVE: tl.constexpr, ROWS: tl.constexpr,
+    RAW: tl.constexpr, AGAIN: tl.constexpr, PARTS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    OWN_WRITE_KEY: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one head: tril(Q Wᵀ ⊙ D), -X e^b R, (X V)ᵀ and e^{b_C}; if SAVE, X.
+    """One chunk of one head: A, W, (X V)ᵀ and e^{b_C}; if SAVE, X.
 
-    ROWS: with 1, e^{b_C - b} W is stored as well, and with 2 also e^b Q; with 0 `advance` makes both from q and write
-    keys. Queries and keys are multiplied with each other RAW, or as numbers of DTYPE. AGAIN, those of AGAIN chunks, out
-    of `places` of all heads, that are not mild (see `inverse_size`), with an inverse in float32. PARTS: with 2, two
+    ROWS: with 1, e^{b_C - b} P is stored as well, and with 2 also e^b Q; with 0 `advance` makes both from q and write
+    keys. RAW: products of queries and keys are of their own type, not of tiles. AGAIN, those of AGAIN chunks, out of
+    `places` of all heads, that are not mild (see `inverse_size`), with an inverse in float32. PARTS: with 2, two
     programs share a chunk's work, which takes less time where a GPU has room for all of them.
     """
+    inputs = (q, k, v, beta, write_key, g)
+    steps = (q_token, k_token, v_token, beta_token, write_token, g_token)
+    results = (products, queries, writes, w, u, decays, units)
     if AGAIN:
         first = tl.program_id(0).to(tl.int64) * AGAIN
         place = first + tl.arange(0, AGAIN)
-        sizes = tl.load(units + place * UNITS + SIZE, mask=place < places, other=0.0)
+        sizes = tl.load(find_units(units, place, V) + SIZE, mask=place < places, other=0.0)
         if tl.max(sizes, 0) > MILD:
             for i in range(0, AGAIN):
                 size = 0.0
                 if first + i < places:
-                    size = tl.load(units + (first + i) * UNITS + SIZE)
+                    size = tl.load(find_units(units, first + i, V) + SIZE)
                 if size > MILD:
-                    _prepare_place(
-                        first + i, q, k, v, beta, write_key, g, cu_seqlens, sequence_of,
-                        squares, queries, writes, erased, offered, decays, units, scale, T, H,
-                        q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
-                        beta_row, beta_token, beta_head, write_row, write_token, write_head, g_row, g_token, g_head,
-                        K, V, UNITS, GATED, PACKED, REVERSE, SCALED, SAVE, ROWS, RAW, DTYPE, True, CUT, PRECISION,
-                        CHUNK, BLOCK, OWN_WRITE_KEY, True, True,
+                    _prepare_chunk(
+                        first + i, inputs, steps, results, cu_seqlens, sequence_of, scale, T, H,
+                        K, V, REVERSE, SAVE, ROWS, RAW, True, CHUNK, BLOCK, OWN_WRITE_KEY, True, True,
                     )  # fmt: skip
     else:
         program = tl.program_id(0)
@@ -394,94 +395,91 @@ def prepare(
             alike = places // 2 if REVERSE == SECOND_HALF else places
             part = program // alike % PARTS
             place = (program // (alike * PARTS) * alike + program % alike).to(tl.int64)
-        _, _, live = chunk(place // H, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
+        _, _, live = chunk(place // H, T, cu_seqlens, sequence_of, cu_seqlens is not None, CHUNK, REVERSE)
         if live > 0:
             for i in tl.static_range(0, PARTS):
                 if part == i:
-                    _prepare_place(
-                        place, q, k, v, beta, write_key, g, cu_seqlens, sequence_of,
-                        squares, queries, writes, erased, offered, decays, units, scale, T, H,
-                        q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
-                        beta_row, beta_token, beta_head, write_row, write_token, write_head, g_row, g_token, g_head,
-                        K, V, UNITS, GATED, PACKED, REVERSE, SCALED, SAVE, ROWS, RAW, DTYPE, False, CUT, PRECISION,
-                        CHUNK, BLOCK, OWN_WRITE_KEY, i == PARTS - 1, i == 0,
+                    _prepare_chunk(
+                        place, inputs, steps, results, cu_seqlens, sequence_of, scale, T, H,
+                        K, V, REVERSE, SAVE, ROWS, RAW, False, CHUNK, BLOCK, OWN_WRITE_KEY, i == PARTS - 1, i == 0,
                     )  # fmt: skip
-        elif SCALED:
-            tl.store(units + place * UNITS + SIZE, 0.0)  # a slot without tokens is mild
+        elif products.dtype.element_ty == tl.float16:
+            tl.store(find_units(units, place, V) + SIZE, 0.0)  # a slot without tokens is mild
 
 
 @triton.jit(do_not_specialize=[*SIZES_AND_STRIDES, "sequences", "span"])
 def advance(
-    beta, initial, units, cu_seqlens, squares, queries, writes, erased, written, decays, offsets, states, output, final,
-    scale, sequences, span, T, H,
-    q_row, q_token, q_head, beta_row, beta_token, beta_head, write_row, write_token, write_head,
-    K: tl.constexpr, V: tl.constexpr, UNITS: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr,
-    REVERSE: tl.constexpr, SCALED: tl.constexpr, HAS_INITIAL: tl.constexpr, SEGMENTED: tl.constexpr,
-    READ: tl.constexpr, SAVE: tl.constexpr, WEIGH: tl.constexpr, CUT: tl.constexpr,
-    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+    beta, initial, units, cu_seqlens, products, queries, writes, w, u, decays, offsets, states, output, final,
+    scale, sequences, span, T, H, q_token, beta_token, write_token,
+    K: tl.constexpr, V: tl.constexpr, REVERSE: tl.constexpr, WEIGH: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """BLOCK value columns of one head of one sequence or segment, with the state in pieces of STEP key columns.
 
-    SAVE leaves U in place of X V and the states before each chunk, READ the output. WEIGH: `queries` are q as it
-    came, with BOTH also `writes` write keys (see `load_rows`).
+    With `states` the state before each chunk is stored, and U in place of X V. WEIGH: `queries` are q as it came, with
+    BOTH also `writes` write keys (see `load_rows`).
     """
-    blocks: tl.constexpr = (V + BLOCK - 1) // BLOCK
-    column = tl.program_id(0) % blocks * BLOCK
-    head = (tl.program_id(0) // blocks % H).to(tl.int64)
-    n = (tl.program_id(0) // blocks // H).to(tl.int64)
+    GATED: tl.constexpr = decays is not None
+    SCALED: tl.constexpr = products.dtype.element_ty == tl.float16
+    CUT: tl.constexpr = SCALED and (K <= 64 and V <= 64)
+    SEGMENTED: tl.constexpr = offsets is not None
+    column, head, n = find_place(H, V, BLOCK)
     segment, number, last, begin = n, 0, 0, 0
     if SEGMENTED:
-        n, number, last, begin, stop = find_segment(segment, T, cu_seqlens, sequences, span, PACKED, CHUNK)
-    row, start, end, slot = sequence(n, T, cu_seqlens, PACKED, CHUNK)
+        n, number, last, begin, stop = find_segment(
+            segment, T, cu_seqlens, sequences, span, cu_seqlens is not None, CHUNK
+        )
+    row, start, end, slot = sequence(n, T, cu_seqlens, cu_seqlens is not None, CHUNK)
     NEXT = direction(REVERSE)
     tokens = (end - start).to(tl.int32)
-    output += ((row * T + token_after(0, start, end, REVERSE)) * H + head) * V
+    if output is not None:
+        output += ((row * T + token_after(0, start, end, REVERSE)) * H + head) * V
     if WEIGH > 0:
-        queries += row * q_row + head * q_head
+        queries += head * K + row * T * q_token
     if WEIGH == BOTH:
-        writes += row * write_row + head * write_head
-        beta += row * beta_row + head * beta_head
+        writes += head * K + row * T * write_token
+        beta += head + row * T * beta_token
     if not SEGMENTED:
         stop = tl.cdiv(tokens, CHUNK)
 
     state = ()
     for e in tl.static_range(0, K, STEP):
         piece = tl.zeros((BLOCK, STEP), tl.float32)
-        if HAS_INITIAL:
+        if initial is not None:
             piece = load_block(initial + (n * H + head) * K * V, e, column, K, V, STEP, BLOCK)
             piece = tl.trans(piece.to(tl.float32))
         if SEGMENTED:
             if number > 0:
                 piece = load_held(offsets, (segment - 1) * H + head, column, e, K, V, BLOCK, STEP)
         state = state + (piece,)
-    BY_ROW: tl.constexpr = SCALED and not SAVE  # as in `walk_through`
+    BY_ROW: tl.constexpr = SCALED and states is None  # as in `walk_through`
     state, exponent = turn_to_tiles(state, 0, SCALED, BY_ROW)
     first = (slot + begin) * H + head
-    offered, offered_exponents, offered_exponent = load_offered(
-        written, units, first, tokens - begin * CHUNK, column, V, UNITS, False, SCALED, CUT, CHUNK, BLOCK
+    xv, xv_exponents, xv_exponent = load_xv(
+        u, units, first, tokens - begin * CHUNK, column, V, False, SCALED, CUT, CHUNK, BLOCK
     )
     if SCALED:
-        later_packed = tl.load(units + first * UNITS + PACKED_UNITS)
-        later_size = tl.load(units + first * UNITS + SIZE)
+        later_packed = tl.load(find_units(units, first, V) + PACKED_UNITS)
+        later_size = tl.load(find_units(units, first, V) + SIZE)
     if GATED:
         later_whole = tl.load(decays + first)
     if WEIGH == BOTH:
-        later_strength = load_strengths(beta, beta_token, begin, start, end, REVERSE, CHUNK)
+        later_betas = load_betas(beta, beta_token, begin, start, end, REVERSE, CHUNK)
     for m in range(begin, stop):
         place = (slot + m) * H + head
         live = tokens - m * CHUNK
-        of_chunk = units + place * UNITS
+        of_chunk = find_units(units, place, V)
         # Loaded one iteration early, because the compiler prefetches only operands of products.
         next_chunk = tl.minimum(m + 1, stop - 1)
         following = (slot + next_chunk) * H + head
-        later, later_exponents, later_exponent = load_offered(
-            written, units, following, tokens - next_chunk * CHUNK, column, V, UNITS, False, SCALED, CUT, CHUNK, BLOCK
+        later, later_exponents, later_exponent = load_xv(
+            u, units, following, tokens - next_chunk * CHUNK, column, V, False, SCALED, CUT, CHUNK, BLOCK
         )
         packed, size = 1.0, 1.0
         if SCALED:
             packed, size = later_packed, later_size
-            later_packed = tl.load(units + following * UNITS + PACKED_UNITS)
-            later_size = tl.load(units + following * UNITS + SIZE)
+            later_packed = tl.load(find_units(units, following, V) + PACKED_UNITS)
+            later_size = tl.load(find_units(units, following, V) + SIZE)
         whole = 1.0
         if GATED:
             whole = later_whole
@@ -494,36 +492,36 @@ def advance(
             query_weight = scale * two_to(-unpack_queries(packed))
         if WEIGH == BOTH:
             write_rows = writes + t * write_token
-            write_weight = (later_strength * two_to(-unpack_writes(packed)))[:, None]
-            later_strength = load_strengths(beta, beta_token, next_chunk, start, end, REVERSE, CHUNK)
+            write_weight = (later_betas * two_to(-unpack_writes(packed)))[:, None]
+            later_betas = load_betas(beta, beta_token, next_chunk, start, end, REVERSE, CHUNK)
 
         # Not CUT, 32 bits of `live` in place of 64 here cost registers: with 128 columns the walk took 30 % more time.
-        u, u_exponent, state, after_exponent, o, read_exponent = walk_through(
-            state, exponent, offered, offered_exponents, offered_exponent, erased,
+        u_tile, u_exponent, state, after_exponent, o, read_exponent = walk_through(
+            state, exponent, xv, xv_exponents, xv_exponent, w,
             write_rows, write_token * NEXT, write_weight, query_rows, q_token * NEXT, query_weight,
             live if CUT else end - start - m * CHUNK, packed, size, states, of_chunk, place, column, whole,
-            K, V, GATED, READ, SAVE, WEIGH, SCALED, CUT, PRECISION, CHUNK, BLOCK, STEP,
+            K, V, GATED, output is not None, WEIGH, SCALED, CUT, CHUNK, BLOCK, STEP,
         )  # fmt: skip
         if SCALED:
             exponent = after_exponent
-        if SAVE:
-            store_by_columns(written + place * CHUNK * V, live, column, u, V, CUT, BLOCK, CHUNK)
+        if states is not None:
+            store_by_columns(u + place * CHUNK * V, live, column, u_tile, V, CUT, BLOCK, CHUNK)
             if SCALED:
-                store_column_units(of_chunk + WRITTEN, column, two_to(u_exponent), TILE, V, BLOCK, SCALED)
-        if READ:
-            among = load_by_rows(squares + (place * 2 + 1) * CHUNK * CHUNK, live, 0, CHUNK, CUT, CHUNK, CHUNK)
+                store_column_units(of_chunk + U, column, two_to(u_exponent), TILE, V, BLOCK, SCALED)
+        if output is not None:
+            a = load_by_rows(products + (place * 2 + 1) * CHUNK * CHUNK, live, 0, CHUNK, CUT, CHUNK, CHUNK)
             output_exponent = 0
             if SCALED:
-                output_exponent = u_exponent + unpack_among(packed)
+                output_exponent = u_exponent + unpack_a(packed)
                 output_exponent = tl.maximum(output_exponent, read_exponent - LEAD)
                 o *= across(two_to(read_exponent - output_exponent), BY_ROW)
                 output_exponent = across(output_exponent, BY_ROW)
-            o = end_walk(tl.dot(u, tl.trans(among), o, input_precision=PRECISION), output_exponent, SCALED)
+            o = end_walk(tl.dot(u_tile, tl.trans(a), o, input_precision=PRECISION), output_exponent, SCALED)
             chunk_output = output + m * (H.to(tl.int64) * CHUNK * V * NEXT)
             store_tokens(chunk_output, H * V * NEXT, live, column, tl.trans(o), V, CHUNK, BLOCK)
-        offered = later
+        xv = later
         if SCALED:
-            offered_exponents, offered_exponent = later_exponents, later_exponent
+            xv_exponents, xv_exponent = later_exponents, later_exponent
     if number == last:
         for e in tl.static_range(0, K, STEP):
             left = tl.trans(end_walk(state[e // STEP], across(exponent, BY_ROW), SCALED))
@@ -532,36 +530,33 @@ def advance(
 
 @triton.jit(do_not_specialize=SIZES_AND_STRIDES)
 def read_out(
-    q, g, cu_seqlens, sequence_of, squares, written, states, output, scale, T, H,
-    q_row, q_token, q_head, g_row, g_token, g_head,
-    K: tl.constexpr, V: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
-    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+    q, g, cu_seqlens, sequence_of, products, u, states, output, scale, T, H, q_token, g_token,
+    K: tl.constexpr, V: tl.constexpr, REVERSE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
 ):  # fmt: skip
     """BLOCK value columns of one chunk of one head: the output, in float32."""
-    blocks: tl.constexpr = (V + BLOCK - 1) // BLOCK
-    column = tl.program_id(0) % blocks * BLOCK
-    head = (tl.program_id(0) // blocks % H).to(tl.int64)
-    slot = (tl.program_id(0) // blocks // H).to(tl.int64)
+    column, head, slot = find_place(H, V, BLOCK)
     place = slot * H + head
-    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
+    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, cu_seqlens is not None, CHUNK, REVERSE)
     if live <= 0:
         return
+    t = row * T + start
     NEXT = direction(REVERSE)
 
-    q += row * q_row + start * q_token + head * q_head
-    among = load_block(squares + (place * 2 + 1) * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
-    u = load_block(written + place * CHUNK * V, column, 0, V, CHUNK, BLOCK, CHUNK)
+    q += head * K + t * q_token
+    a = load_block(products + (place * 2 + 1) * CHUNK * CHUNK, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
+    u_tile = load_block(u + place * CHUNK * V, column, 0, V, CHUNK, BLOCK, CHUNK)
     o = tl.zeros((CHUNK, BLOCK), tl.float32)
     for e in range(0, K, STEP):
         query = load_tokens(q, q_token * NEXT, live, e, K, CHUNK, STEP).to(tl.float32)
         state = load_block(states + place * K * V, column, e, V, K, BLOCK, STEP)
         o = tl.dot(query, tl.trans(state), o, input_precision=PRECISION)
     o *= scale
-    if GATED:
-        g += row * g_row + start * g_token + head * g_head
+    if g is not None:
+        g += head + t * g_token
         o *= decay_since(load_numbers(g, g_token * NEXT, live, CHUNK))[:, None]
-    o = tl.dot(among, tl.trans(u), o, input_precision=PRECISION)
-    store_tokens(output + ((row * T + start) * H + head) * V, H * V * NEXT, live, column, o, V, CHUNK, BLOCK)
+    o = tl.dot(a, tl.trans(u_tile), o, input_precision=PRECISION)
+    store_tokens(output + (t * H + head) * V, H * V * NEXT, live, column, o, V, CHUNK, BLOCK)
 
 
 # Gates may have any sign. Where decays may rise above this, a bound of them is too coarse for a unit.
@@ -572,9 +567,8 @@ REST = tl.constexpr(16)
 
 @triton.jit
 def _read_chunk(
-    state, query, read, value, write, strength, gate, logs, since, until, whole, scale,
-    GATED: tl.constexpr, SCALED: tl.constexpr, OWN_WRITE_KEY: tl.constexpr, RAW: tl.constexpr, STEEP: tl.constexpr,
-    DTYPE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
+    state, query, key, value, write, betas, gate, logs, since, until, whole, scale,
+    GATED: tl.constexpr, OWN_WRITE_KEY: tl.constexpr, RAW: tl.constexpr, STEEP: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Of one chunk: the output, the state after it, and the size of its inverse with float16 operands.
 
@@ -582,24 +576,24 @@ def _read_chunk(
     number. Otherwise the chunk is taken for mild, whatever it is, and the sizes of all rows are returned: their maximum
     would be one more number for which all warps wait.
     """
-    largest_query, largest_read = find_largest_of_both(query, read)
-    read_unit, read_inverse = power_of_two(largest_read)
+    largest_query, largest_key = find_largest_of_both(query, key)
+    key_unit, key_inverse = power_of_two(largest_key)
     query_unit, query_inverse = power_of_two(largest_query)
-    read_tile = as_tile(read.to(tl.float32) * read_inverse, SCALED)
-    write_unit = read_unit
+    key_tile = as_tile(key.to(tl.float32) * key_inverse, True)
+    write_unit = key_unit
     if OWN_WRITE_KEY:
-        write_unit, write_inverse = find_unit(write, SCALED)
+        write_unit, write_inverse = find_unit(write, True)
     if RAW:
-        erasing = tl.dot(read.to(DTYPE), tl.trans(write.to(DTYPE)), input_precision=PRECISION)
-        reading = tl.dot(query.to(DTYPE), tl.trans(write.to(DTYPE)), input_precision=PRECISION)
+        kk = tl.dot(key, tl.trans(write))
+        qk = tl.dot(query, tl.trans(write))
     else:
-        write_tile = read_tile
+        write_tile = key_tile
         if OWN_WRITE_KEY:
-            write_tile = as_tile(write.to(tl.float32) * write_inverse, SCALED)
-        query_tile = as_tile(query.to(tl.float32) * query_inverse, SCALED)
-        erasing = tl.dot(read_tile, tl.trans(write_tile), input_precision=PRECISION) * (read_unit * write_unit)
-        reading = tl.dot(query_tile, tl.trans(write_tile), input_precision=PRECISION) * (query_unit * write_unit)
-    lower = _weigh(erasing, strength, gate, logs, 1, GATED, False, CHUNK)
+            write_tile = as_tile(write.to(tl.float32) * write_inverse, True)
+        query_tile = as_tile(query.to(tl.float32) * query_inverse, True)
+        kk = tl.dot(key_tile, tl.trans(write_tile), input_precision=PRECISION) * (key_unit * write_unit)
+        qk = tl.dot(query_tile, tl.trans(write_tile), input_precision=PRECISION) * (query_unit * write_unit)
+    lower = _weigh(kk, betas, gate, logs, 1, GATED, False, CHUNK)
     steepest = find_largest_of_rows(lower)
     x = unit_lower_inverse_left(lower, CHUNK)
     first_size = inverse_sizes(steepest, x)
@@ -609,100 +603,104 @@ def _read_chunk(
         if size > MILD:
             x = eliminate(lower, CHUNK)
             size = inverse_size(steepest, x)
-    square = as_tile(x, SCALED)  # the largest number of a mild inverse is a tile's in the unit 1
+    square = as_tile(x, True)  # the largest number of a mild inverse is a tile's in the unit 1
     queries_exponent = exponent_of(query_unit) + exponent_above(tl.abs(scale))
     since_exponent = 0
     if GATED:
-        steepest_since, strongest = find_largest_of_both(since, until * strength)
+        steepest_since, strongest = find_largest_of_both(since, until * betas)
         since_exponent = exponent_above(steepest_since)
         queries_exponent += since_exponent
     else:
-        strongest = find_largest(strength)
+        strongest = find_largest(betas)
     queries_exponent = clamp_exponent(queries_exponent)
     writes_exponent = clamp_exponent(exponent_of(write_unit) + exponent_above(strongest))
-    among = _weigh(reading, strength * scale, gate, logs, 0, GATED, False, CHUNK)
+    a = _weigh(qk, betas * scale, gate, logs, 0, GATED, False, CHUNK)
     rise = 1.0
     if GATED:
         rise = tl.exp(tl.sum(tl.maximum(gate, 0.0), 0))
-        strongest = tl.max(tl.abs(strength), 0) * rise
-    among_exponent = bound_product(exponent_of(query_unit), exponent_of(write_unit), 6)
-    among_exponent = clamp_exponent(among_exponent + exponent_above(strongest * tl.abs(scale)))
-    among_unit, among_inverse = two_to(among_exponent), two_to(-among_exponent)
+        strongest = tl.max(tl.abs(betas), 0) * rise
+    a_exponent = bound_product(exponent_of(query_unit), exponent_of(write_unit), 6)
+    a_exponent = clamp_exponent(a_exponent + exponent_above(strongest * tl.abs(scale)))
+    a_unit, a_inverse = two_to(a_exponent), two_to(-a_exponent)
     if STEEP:
         if (size > MILD) | (rise > MOST_RISE):
-            among_unit, among_inverse = find_unit(among, SCALED)
-    among = as_tile(among * among_inverse, SCALED)
+            a_unit, a_inverse = find_unit(a, True)
+    a = as_tile(a * a_inverse, True)
     queries_unit, writes_unit = two_to(queries_exponent), two_to(writes_exponent)
-    queries_tile = as_tile(query.to(tl.float32) * (since * scale * two_to(-queries_exponent))[:, None], SCALED)
-    writes_tile = as_tile(write.to(tl.float32) * (until * strength * two_to(-writes_exponent))[:, None], SCALED)
+    queries_tile = as_tile(query.to(tl.float32) * (since * scale * two_to(-queries_exponent))[:, None], True)
+    writes_tile = as_tile(write.to(tl.float32) * (until * betas * two_to(-writes_exponent))[:, None], True)
 
     value_exponent = exponent_of(power_of_two(find_largest(value))[0])
-    before, state_unit = in_units(state, SCALED)
-    known = tl.dot(read_tile, before, input_precision=PRECISION) * (read_unit * state_unit)
-    rest = value.to(tl.float32) - known * since[:, None]
+    before, state_unit = in_units(state, True)
+    read = tl.dot(key_tile, before, input_precision=PRECISION) * (key_unit * state_unit)
+    rest = value.to(tl.float32) - read * since[:, None]
     # The unit of a difference from bounds of both of its parts.
-    rest_exponent = bound_product(exponent_of(read_unit), exponent_of(state_unit), 6) + since_exponent
+    rest_exponent = bound_product(exponent_of(key_unit), exponent_of(state_unit), 6) + since_exponent
     rest_exponent = clamp_exponent(tl.maximum(value_exponent, rest_exponent) + 1)
-    rest_tile = as_tile(rest * (two_to(-rest_exponent) * ROWS_SHARE), SCALED)
+    rest_tile = as_tile(rest * (two_to(-rest_exponent) * ROWS_SHARE), True)
     u_unit = two_to(rest_exponent) / ROWS_SHARE
     if STEEP:
         if size > MILD:
-            u, u_unit = mix_rows(x, rest, SCALED, PRECISION)
+            u, u_unit = mix_rows(x, rest, True, PRECISION)
         else:
-            u = _multiply_tiles(square, rest_tile, SCALED, PRECISION)
+            u = _multiply_tiles(square, rest_tile, True)
     else:
-        u = _multiply_tiles(square, rest_tile, SCALED, PRECISION)
+        u = _multiply_tiles(square, rest_tile, True)
     o = tl.dot(queries_tile, before, input_precision=PRECISION) * (queries_unit * state_unit)
-    o = add_product(o, among, u, among_unit * u_unit, SCALED, PRECISION)
-    state = add_product(state * whole, tl.trans(writes_tile), u, writes_unit * u_unit, SCALED, PRECISION)
+    o = add_product(o, a, u, a_unit * u_unit, True, PRECISION)
+    state = add_product(state * whole, tl.trans(writes_tile), u, writes_unit * u_unit, True, PRECISION)
     return o, state, first_size
 
 
 @triton.jit
 def _load_first(
-    q, k, beta, g, done, start, end, q_token, k_token, beta_token, g_token,
-    K: tl.constexpr, GATED: tl.constexpr, REVERSE: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
+    inputs, steps, done, start, end,
+    K: tl.constexpr, REVERSE: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """What a chunk that begins after `done` tokens needs first: strengths, log gates, keys and queries."""
+    """What a chunk that begins after `done` tokens needs first: beta, log gates, keys and queries."""
+    q, k, _, beta, _, g = inputs
+    q_token, k_token, _, beta_token, _, g_token = steps
     NEXT = direction(REVERSE)
     live = end - start - done
     t = token_after(done, start, end, REVERSE)
-    strength = load_numbers(beta + t * beta_token, beta_token * NEXT, live, CHUNK)
-    gate = strength
-    if GATED:
+    betas = load_numbers(beta + t * beta_token, beta_token * NEXT, live, CHUNK)
+    gate = betas
+    if g is not None:
         gate = load_numbers(g + t * g_token, g_token * NEXT, live, CHUNK)
-    read = load_tokens(k + t * k_token, k_token * NEXT, live, 0, K, CHUNK, BLOCK_K)
+    key = load_tokens(k + t * k_token, k_token * NEXT, live, 0, K, CHUNK, BLOCK_K)
     query = load_tokens(q + t * q_token, q_token * NEXT, live, 0, K, CHUNK, BLOCK_K)
-    return strength, gate, read, query
+    return betas, gate, key, query
 
 
 @triton.jit
 def _read_next(
-    state, largest, strength, gate, read, query, v, write_key, output, scale, done, start, end, H, v_token, write_token,
-    K: tl.constexpr, V: tl.constexpr, GATED: tl.constexpr, REVERSE: tl.constexpr, SCALED: tl.constexpr,
-    OWN_WRITE_KEY: tl.constexpr, RAW: tl.constexpr, STEEP: tl.constexpr, AGAIN: tl.constexpr, DTYPE: tl.constexpr,
-    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr,
+    state, largest, loaded, inputs, steps, output, scale, done, start, end, H,
+    K: tl.constexpr, V: tl.constexpr, REVERSE: tl.constexpr, OWN_WRITE_KEY: tl.constexpr, RAW: tl.constexpr,
+    STEEP: tl.constexpr, AGAIN: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The state after the chunk that begins after `done` tokens, and the largest size of inverses up to it.
 
     The arguments are those of `_read_sequence` and what `_load_first` has loaded.
     """
+    betas, gate, key, query = loaded
+    _, _, v, _, write_key, g = inputs
+    _, _, v_token, _, write_token, _ = steps
     NEXT = direction(REVERSE)
     live = end - start - done
     t = token_after(done, start, end, REVERSE)
     since = tl.full((CHUNK,), 1.0, tl.float32)
     until = since
-    logs = strength
+    logs = betas
     whole = 1.0
-    if GATED:
+    if g is not None:
         since, until, whole, logs = decays_for_tiles(gate, CHUNK)
-    write = read
+    write = key
     if OWN_WRITE_KEY:
         write = load_tokens(write_key + t * write_token, write_token * NEXT, live, 0, K, CHUNK, BLOCK_K)
     value = load_tokens(v + t * v_token, v_token * NEXT, live, 0, V, CHUNK, BLOCK)
     o, state, size = _read_chunk(
-        state, query, read, value, write, strength, gate, logs, since, until, whole, scale,
-        GATED, SCALED, OWN_WRITE_KEY, RAW, STEEP, DTYPE, PRECISION, CHUNK,
+        state, query, key, value, write, betas, gate, logs, since, until, whole, scale,
+        g is not None, OWN_WRITE_KEY, RAW, STEEP, CHUNK,
     )  # fmt: skip
     largest = tl.maximum(largest, size)
     if AGAIN:
@@ -713,55 +711,42 @@ def _read_next(
 
 @triton.jit
 def _read_sequence(
-    q, k, v, beta, write_key, g, initial, output, scale, start, end, H,
-    q_token, k_token, v_token, beta_token, write_token, g_token,
-    K: tl.constexpr, V: tl.constexpr, GATED: tl.constexpr, REVERSE: tl.constexpr, SCALED: tl.constexpr,
-    HAS_INITIAL: tl.constexpr, OWN_WRITE_KEY: tl.constexpr, RAW: tl.constexpr, STEEP: tl.constexpr,
-    AGAIN: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK: tl.constexpr,
+    inputs, steps, initial, output, scale, start, end, H,
+    K: tl.constexpr, V: tl.constexpr, REVERSE: tl.constexpr, OWN_WRITE_KEY: tl.constexpr, RAW: tl.constexpr,
+    STEEP: tl.constexpr, AGAIN: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The state after one head of a sequence, and the largest size of its inverses.
 
-    The arguments point to the row and the head. AGAIN, outputs are stored from the first chunk on that is not mild:
+    `inputs` point to the row and the head of q, k, v, beta, write_key and g; `steps` are their distances between
+    tokens. AGAIN, outputs are stored from the first chunk on that is not mild:
     those before it are there, and no bit of theirs depends on what comes later. Up to REST last tokens are a chunk of
     that many; AGAIN, which is rare, a whole one.
     """
     state = tl.zeros((BLOCK_K, BLOCK), tl.float32)
-    if HAS_INITIAL:
+    if initial is not None:
         state = load_block(initial, 0, 0, K, V, BLOCK_K, BLOCK).to(tl.float32)
     largest = 0.0 if STEEP else tl.zeros((CHUNK,), tl.float32)
     tokens = (end - start).to(tl.int32)
     chunks = (tokens + ((CHUNK if AGAIN else REST) - 1)) // CHUNK
-    strength, gate, read, query = _load_first(
-        *(q, k, beta, g, 0, start, end, q_token, k_token, beta_token, g_token),
-        *(K, GATED, REVERSE, CHUNK, BLOCK_K),
-    )
+    loaded = _load_first(inputs, steps, 0, start, end, K, REVERSE, CHUNK, BLOCK_K)
     for m in range(0, chunks):
         # What the next chunk needs first is loaded one iteration early; values are needed late in an iteration.
-        next_strength, next_gate, next_read, next_query = _load_first(
-            *(q, k, beta, g, (m + 1) * CHUNK, start, end, q_token, k_token, beta_token, g_token),
-            *(K, GATED, REVERSE, CHUNK, BLOCK_K),
-        )
+        following = _load_first(inputs, steps, (m + 1) * CHUNK, start, end, K, REVERSE, CHUNK, BLOCK_K)
         state, largest = _read_next(
-            state, largest, strength, gate, read, query, v, write_key, output, scale, m * CHUNK, start, end, H,
-            v_token, write_token,
-            K, V, GATED, REVERSE, SCALED, OWN_WRITE_KEY, RAW, STEEP, AGAIN, DTYPE, PRECISION, CHUNK, BLOCK_K, BLOCK,
+            state, largest, loaded, inputs, steps, output, scale, m * CHUNK, start, end, H,
+            K, V, REVERSE, OWN_WRITE_KEY, RAW, STEEP, AGAIN, CHUNK, BLOCK_K, BLOCK,
         )  # fmt: skip
-        strength, gate, read, query = next_strength, next_gate, next_read, next_query
+        loaded = following
     if not STEEP:
         largest = tl.max(largest, 0)
     if not AGAIN:
         done = chunks * CHUNK
         if done < tokens:
-            last_strength, last_gate, last_read, last_query = _load_first(
-                *(q, k, beta, g, done, start, end, q_token, k_token, beta_token, g_token),
-                *(K, GATED, REVERSE, REST, BLOCK_K),
-            )
+            rest = _load_first(inputs, steps, done, start, end, K, REVERSE, REST, BLOCK_K)
             last_size = largest if STEEP else tl.zeros((REST,), tl.float32)
             state, last_size = _read_next(
-                state, last_size, last_strength, last_gate, last_read, last_query, v, write_key, output, scale, done,
-                start, end, H, v_token, write_token,
-                K, V, GATED, REVERSE, SCALED, OWN_WRITE_KEY, RAW, STEEP, AGAIN, DTYPE, PRECISION, REST, BLOCK_K, BLOCK,
+                state, last_size, rest, inputs, steps, output, scale, done, start, end, H,
+                K, V, REVERSE, OWN_WRITE_KEY, RAW, STEEP, AGAIN, REST, BLOCK_K, BLOCK,
             )  # fmt: skip
             if not STEEP:
                 last_size = tl.max(last_size, 0)
@@ -772,12 +757,9 @@ def _read_sequence(
 @triton.jit(do_not_specialize=SIZES_AND_STRIDES)
 def read_through(
     q, k, v, beta, write_key, g, initial, cu_seqlens, output, final,
-    scale, T, H,
-    q_row, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head,
-    beta_row, beta_token, beta_head, write_row, write_token, write_head, g_row, g_token, g_head,
-    K: tl.constexpr, V: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
-    SCALED: tl.constexpr, HAS_INITIAL: tl.constexpr, OWN_WRITE_KEY: tl.constexpr, RAW: tl.constexpr,
-    DTYPE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr,
+    scale, T, H, q_token, k_token, v_token, beta_token, write_token, g_token,
+    K: tl.constexpr, V: tl.constexpr, REVERSE: tl.constexpr, OWN_WRITE_KEY: tl.constexpr, RAW: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One head of one whole sequence: the output and the final state, and nothing for the backward pass.
 
@@ -785,31 +767,29 @@ def read_through(
     in float32 inside the loop, though it hardly ever runs, makes all chunks slower. Gates take registers of their own,
     and one loop is faster then.
     """
-    head = (tl.program_id(0) % H).to(tl.int64)
-    n = (tl.program_id(0) // H).to(tl.int64)
-    row, start, end, _ = sequence(n, T, cu_seqlens, PACKED, CHUNK)
-    q += row * q_row + head * q_head
-    k += row * k_row + head * k_head
-    v += row * v_row + head * v_head
-    write_key += row * write_row + head * write_head
-    beta += row * beta_row + head * beta_head
-    output += (row * T * H + head) * V
-    if GATED:
-        g += row * g_row + head * g_head
-    if HAS_INITIAL:
+    _, head, n = find_place(H, 1, 1)
+    row, start, end, _ = sequence(n, T, cu_seqlens, cu_seqlens is not None, CHUNK)
+    first = row * T
+    q += first * q_token + head * K
+    k += first * k_token + head * K
+    v += first * v_token + head * V
+    write_key += first * write_token + head * K
+    beta += first * beta_token + head
+    output += (first * H + head) * V
+    if g is not None:
+        g += first * g_token + head
+    if initial is not None:
         initial += (n * H + head) * K * V
+    inputs = (q, k, v, beta, write_key, g)
+    steps = (q_token, k_token, v_token, beta_token, write_token, g_token)
     state, largest = _read_sequence(
-        q, k, v, beta, write_key, g, initial, output, scale, start, end, H,
-        q_token, k_token, v_token, beta_token, write_token, g_token,
-        K, V, GATED, REVERSE, SCALED, HAS_INITIAL, OWN_WRITE_KEY, RAW, GATED, False, DTYPE, PRECISION, CHUNK, BLOCK_K,
-        BLOCK,
+        inputs, steps, initial, output, scale, start, end, H,
+        K, V, REVERSE, OWN_WRITE_KEY, RAW, g is not None, False, CHUNK, BLOCK_K, BLOCK,
     )  # fmt: skip
-    if not GATED:
+    if g is None:
         if largest > MILD:
             state, _largest = _read_sequence(
-                q, k, v, beta, write_key, g, initial, output, scale, start, end, H,
-                q_token, k_token, v_token, beta_token, write_token, g_token,
-                K, V, GATED, REVERSE, SCALED, HAS_INITIAL, OWN_WRITE_KEY, RAW, True, True, DTYPE, PRECISION, CHUNK,
-                BLOCK_K, BLOCK,
+                inputs, steps, initial, output, scale, start, end, H,
+                K, V, REVERSE, OWN_WRITE_KEY, RAW, True, True, CHUNK, BLOCK_K, BLOCK,
             )  # fmt: skip
     store_block(final + (n * H + head) * K * V, 0, 0, state, K, V, BLOCK_K, BLOCK)

@@ -1,19 +1,20 @@
 """What the delta rule's kernels keep for each other, by chunk and head: tiles, and the units of those.
 
-A tile has a row for each token of a chunk, or a column; CUT says that it ends with the last token of a sequence.
+A tile has a row for each token of a chunk, or a column; CUT says that it ends with the last token of a sequence. SCALED
+kernels have float16 tiles with units, others float32 tiles without (see triton_units.py).
 
 Units are numbers in one row of memory. Tiles of value columns have one for each TILE columns. Forward, a row holds the
 units of
 
     INVERSE X
-    PACKED_UNITS, in one number: of -X e^b R, e^{b_C - b} W, e^b Q and tril(Q Wᵀ ⊙ D), see `pack_units`
+    PACKED_UNITS, in one number: of W, e^{b_C - b} P, e^b Q and A, see `pack_units`
     QUERY, KEY, WRITE_KEY    of q, k and write_key as they came
     SIZE    of X, which is no unit: see `inverse_size`
-    WRITTEN, by tiles: X V, then U    after those, by tiles: the state before the chunk
+    U, by tiles: X V, then U    after those, by tiles: the state before the chunk
 
 and backward those of
 
-    D_ATTENTION, D_LOWER    D_OUTPUT, by tiles, after those: gradients of U, then V, and of the state after the chunk
+    D_A, D_L    D_OUTPUT, by tiles, after those: gradients of U, then V, and of the state after the chunk
 """
 
 import triton
@@ -28,19 +29,42 @@ QUERY = tl.constexpr(2)
 KEY = tl.constexpr(3)
 WRITE_KEY = tl.constexpr(4)
 SIZE = tl.constexpr(5)
-WRITTEN = tl.constexpr(6)
+U = tl.constexpr(6)
 
-D_ATTENTION = tl.constexpr(0)
-D_LOWER = tl.constexpr(1)
+D_A = tl.constexpr(0)
+D_L = tl.constexpr(1)
 D_OUTPUT = tl.constexpr(2)
+
+# Of products of float32 tiles: three TF32 products each. Products of half precision are exact.
+PRECISION = tl.constexpr("tf32x3")
 
 
 @triton.jit
-def pack_units(erased, writes, queries, among):
+def find_place(H, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """This program's first column of WIDTH, in blocks of BLOCK, its head, and its sequence, segment or slot."""
+    blocks: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    column = tl.program_id(0) % blocks * BLOCK
+    return column, (tl.program_id(0) // blocks % H).to(tl.int64), (tl.program_id(0) // blocks // H).to(tl.int64)
+
+
+@triton.jit
+def find_units(units, place, V: tl.constexpr):
+    """The row of units that the forward pass keeps of a chunk of a head."""
+    return units + place * (U + 2 * ((V + TILE - 1) // TILE))
+
+
+@triton.jit
+def find_gradient_units(d_units, place, V: tl.constexpr):
+    """The row of units that the backward pass keeps of a chunk of a head."""
+    return d_units + place * (D_OUTPUT + 3 * ((V + TILE - 1) // TILE))
+
+
+@triton.jit
+def pack_units(w, writes, queries, a):
     """Four units in the bits of one number: a walk, with few free registers, holds those of two chunks at a time."""
-    packed = (erased.to(tl.int32, bitcast=True) >> 23) | ((writes.to(tl.int32, bitcast=True) >> 23) << 8)
+    packed = (w.to(tl.int32, bitcast=True) >> 23) | ((writes.to(tl.int32, bitcast=True) >> 23) << 8)
     packed |= (queries.to(tl.int32, bitcast=True) >> 23) << 16
-    packed |= (among.to(tl.int32, bitcast=True) >> 23) << 24
+    packed |= (a.to(tl.int32, bitcast=True) >> 23) << 24
     return packed.to(tl.float32, bitcast=True)
 
 
@@ -58,7 +82,7 @@ def store_packed(at, packed, FIRST: tl.constexpr, REST: tl.constexpr):
 
 
 @triton.jit
-def unpack_erased(packed):
+def unpack_w(packed):
     return (packed.to(tl.int32, bitcast=True) & 255) - 127
 
 
@@ -73,7 +97,7 @@ def unpack_queries(packed):
 
 
 @triton.jit
-def unpack_among(packed):
+def unpack_a(packed):
     return ((packed.to(tl.int32, bitcast=True) >> 24) & 255) - 127
 
 
@@ -150,7 +174,7 @@ def store_by_columns(
 
 def count_units(value_dim: int) -> int:
     """The number of units in a row of the forward pass."""
-    return WRITTEN.value + 2 * -(-value_dim // TILE.value)
+    return U.value + 2 * -(-value_dim // TILE.value)
 
 
 def count_gradient_units(value_dim: int) -> int:

@@ -1,12 +1,11 @@
 """Segments of time for the delta rule in Triton: programs walk through the parts of a long sequence side by side.
 
-With E = -X e^b R (`erased`) and N = e^{b_C - b} W (`writes`) a chunk's step is linear in the state, and so is that of
-the state's gradient back,
+With Y = e^{b_C - b} P (`writes`) a chunk's step is linear in the state, and so is that of the state's gradient back,
 
-    Sᵀ <- Sᵀ M + (X V)ᵀ N,   M = e^{b_C} I + Eᵀ N            dSᵀ <- dSᵀ Mᵀ + ...
+    Sᵀ <- Sᵀ F + (X V)ᵀ Y,   F = e^{b_C} I + Wᵀ Y            dSᵀ <- dSᵀ Fᵀ + ...
 
 A segment is a run of chunks. `summarize` walks through it from the identity, which gives its transition, the product of
-its M; and from a zero state, which gives its offset. `retreat` finds the offsets of gradients in the same way. The walk
+its F; and from a zero state, which gives its offset. `retreat` finds the offsets of gradients in the same way. The walk
 of the first segment begins from the initial state, and backwards the walk of the last one from the final state's
 gradient. So only the segments between them need transitions, which are the same for both passes. `connect` computes the
 states at the segments' borders, from which `advance` and `retreat` begin. Transitions are rounded like the states in
@@ -18,13 +17,16 @@ import triton.language as tl
 
 from longseq.kernels.delta_rule.triton_kept import (
     PACKED_UNITS,
+    PRECISION,
     SIZE,
     TILE,
-    WRITTEN,
+    U,
+    find_place,
+    find_units,
     load_by_columns,
     load_by_rows,
-    unpack_erased,
     unpack_queries,
+    unpack_w,
     unpack_writes,
 )
 from longseq.kernels.triton_tiles import (
@@ -234,8 +236,8 @@ def follow_unit(state, exponent, product, apart, BY_ROW: tl.constexpr):
 
 
 @triton.jit
-def load_strengths(beta, beta_token, m, start, end, REVERSE: tl.constexpr, CHUNK: tl.constexpr):
-    """The strengths of chunk m of a sequence."""
+def load_betas(beta, beta_token, m, start, end, REVERSE: tl.constexpr, CHUNK: tl.constexpr):
+    """beta of chunk m of a sequence."""
     beta += token_after(m * CHUNK, start, end, REVERSE) * beta_token
     return load_numbers(beta, beta_token * direction(REVERSE), end - start - m * CHUNK, CHUNK)
 
@@ -261,7 +263,7 @@ def load_rows(
 @triton.jit
 def multiply_rows(
     x, x_token, x_inverse, y, y_token, y_inverse, live,
-    K: tl.constexpr, RAW: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    K: tl.constexpr, RAW: tl.constexpr, DTYPE: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """X Yᵀ of a chunk, of numbers of DTYPE as they came if RAW, else of tiles."""
@@ -278,27 +280,28 @@ def multiply_rows(
 
 @triton.jit
 def walk_through(
-    state, exponent, offered, offered_exponents, offered_exponent, erased,
+    state, exponent, xv, xv_exponents, xv_exponent, w,
     writes, write_token, write_weight, queries, q_token, query_weight, live, packed, size,
     states, units, place, column, whole,
-    K: tl.constexpr, V: tl.constexpr, GATED: tl.constexpr, READ: tl.constexpr, SAVE: tl.constexpr,
-    WEIGH: tl.constexpr, SCALED: tl.constexpr, CUT: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr, STEP: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, GATED: tl.constexpr, READ: tl.constexpr, WEIGH: tl.constexpr,
+    SCALED: tl.constexpr, CUT: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Of a chunk: Uᵀ as a tile and its exponent, the state after it, and if READ the state's part of the output.
 
-    The states and that part are in units of 2 to an exponent, which is 0 if not SCALED. SAVE stores the state before
-    the chunk; without it each row of a state has an exponent (see `find_exponent`). States are in pieces of STEP key
-    columns: beside a piece of 256 columns there are no registers for the same piece in half precision, as products take
-    it. `units` is the chunk's row of units. `writes` and `queries` are the chunk's rows, as `load_rows` takes them.
+    The states and that part are in units of 2 to an exponent, which is 0 if not SCALED. The state before the chunk is
+    stored in `states`; with None each row of a state has an exponent (see `find_exponent`). States are in pieces of
+    STEP key columns: beside a piece of 256 columns there are no registers for the same piece in half precision, as
+    products take it. `units` is the chunk's row of units. `writes` and `queries` are the chunk's rows, as `load_rows`
+    takes them.
     """
+    SAVE: tl.constexpr = states is not None
     BITS: tl.constexpr = 6 if K <= 64 else 7 if K <= 128 else 8  # K is at most 2^BITS
     BY_ROW: tl.constexpr = SCALED and not SAVE
     u_exponent, before_exponent, read_exponent, after_exponent, fading = 0, 0, 0, exponent, 0
     if SCALED:
         own = find_exponent(state, exponent, BY_ROW)
-        bound = tl.maximum(bound_product(own, unpack_erased(packed), BITS), offered_exponent) + 1
-        growth = bound_product(unpack_erased(packed), unpack_writes(packed), BITS)
+        bound = tl.maximum(bound_product(own, unpack_w(packed), BITS), xv_exponent) + 1
+        growth = bound_product(unpack_w(packed), unpack_writes(packed), BITS)
         if GATED:
             # Multiplied twice in any case, the state can have two units: one for its tile, and one after its decay,
             # whose power of two becomes part of the exponent. So fewer registers spill, and a state that fades
@@ -321,28 +324,28 @@ def walk_through(
         if not GATED:
             state = multiply_pieces(state, factor)
         # U's sum begins with X V, in the unit of the products with the state.
-        sum_exponent = tl.maximum(before_exponent + unpack_erased(packed), offered_exponent - LEAD)
-        u = offered.to(tl.float32) * across(two_to(offered_exponents - sum_exponent), BY_ROW or BLOCK > TILE)
+        sum_exponent = tl.maximum(before_exponent + unpack_w(packed), xv_exponent - LEAD)
+        u = xv.to(tl.float32) * across(two_to(xv_exponents - sum_exponent), BY_ROW or BLOCK > TILE)
     else:
-        u = offered
+        u = xv
     # A state of 256 columns is read in the first loop, where its tiles are in registers anyway. One of fewer columns is
     # read in the second, between the products with U: that was measured to be faster.
     READ_EARLY: tl.constexpr = READ and K > 128
     o = tl.zeros((BLOCK, CHUNK), tl.float32)
     befores = ()
     for e in tl.static_range(0, K, STEP):
-        erase = load_by_rows(erased + place * CHUNK * K, live, e, K, CUT, CHUNK, STEP)
+        w_tile = load_by_rows(w + place * CHUNK * K, live, e, K, CUT, CHUNK, STEP)
         before = as_tile(state[e // STEP] * factor if GATED and SCALED else state[e // STEP], SCALED)
         befores = befores + (before,)
         if SAVE:
             store_block(states + place * K * V, column, e, before, V, K, BLOCK, STEP)
-        u = tl.dot(before, tl.trans(erase), u, input_precision=PRECISION)
+        u = tl.dot(before, tl.trans(w_tile), u, input_precision=PRECISION)
         if READ_EARLY:
             query = load_rows(queries, q_token, live, query_weight, e, K, WEIGH > 0, SCALED, CUT, CHUNK, STEP)
             o = tl.dot(before, tl.trans(query), o, input_precision=PRECISION)
     if SCALED:
         if SAVE:
-            of_states = units + WRITTEN + (V + TILE - 1) // TILE
+            of_states = units + U + (V + TILE - 1) // TILE
             store_column_units(of_states, column, two_to(before_exponent), TILE, V, BLOCK, SCALED)
         u *= across(two_to(sum_exponent - u_exponent), BY_ROW)
         u, u_exponent = rescale_if_steep(u, u_exponent, size, BY_ROW)
@@ -367,19 +370,19 @@ def walk_through(
 
 
 @triton.jit
-def load_offered(
-    written, units, place, live, column,
-    V: tl.constexpr, UNITS: tl.constexpr, PAST: tl.constexpr, SCALED: tl.constexpr, CUT: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+def load_xv(
+    u, units, place, live, column,
+    V: tl.constexpr, PAST: tl.constexpr, SCALED: tl.constexpr, CUT: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """BLOCK value columns of (X V)ᵀ of a chunk, the exponents of their units, and the largest of those.
 
     PAST: the block may lie past V, where all is zero.
     """
-    tile = load_by_columns(written + place * CHUNK * V, live, column, V, CUT, BLOCK, CHUNK, PAST)
+    tile = load_by_columns(u + place * CHUNK * V, live, column, V, CUT, BLOCK, CHUNK, PAST)
     exponents, exponent = 0, 0
     if SCALED:
-        of_chunk = units + place * UNITS + WRITTEN
+        of_chunk = find_units(units, place, V) + U
         unit = 0.0
         for e in tl.static_range(0, BLOCK, TILE):
             unit = tl.maximum(unit, tl.load(of_chunk + (column + e) // TILE, mask=column + e < V, other=0.0))
@@ -392,20 +395,21 @@ def load_offered(
 
 @triton.jit(do_not_specialize=[*SIZES_AND_STRIDES, "sequences", "span"])
 def summarize(
-    initial, units, cu_seqlens, writes, erased, written, decays, offsets, transitions, transition_units,
+    initial, units, cu_seqlens, writes, w, u, decays, offsets, transitions, transition_units,
     sequences, span, T, H,
-    K: tl.constexpr, V: tl.constexpr, UNITS: tl.constexpr, GATED: tl.constexpr, PACKED: tl.constexpr,
-    SCALED: tl.constexpr, HAS_INITIAL: tl.constexpr,
-    CUT: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """BLOCK rows of the offset [V, K], or after those of the transition [K, K], of one segment of one head."""
+    GATED: tl.constexpr = decays is not None
+    SCALED: tl.constexpr = w.dtype.element_ty == tl.float16
+    CUT: tl.constexpr = SCALED and (K <= 64 and V <= 64)
     of_offset: tl.constexpr = (V + BLOCK - 1) // BLOCK
     blocks: tl.constexpr = of_offset + (K + BLOCK - 1) // BLOCK
     block = tl.program_id(0) % blocks
     head = (tl.program_id(0) // blocks % H).to(tl.int64)
     segment = (tl.program_id(0) // blocks // H).to(tl.int64)
-    n, number, last, first, end = find_segment(segment, T, cu_seqlens, sequences, span, PACKED, CHUNK)
-    _, begin, stop, slot = sequence(n, T, cu_seqlens, PACKED, CHUNK)
+    n, number, last, first, end = find_segment(segment, T, cu_seqlens, sequences, span, cu_seqlens is not None, CHUNK)
+    _, begin, stop, slot = sequence(n, T, cu_seqlens, cu_seqlens is not None, CHUNK)
     tokens = (stop - begin).to(tl.int32)
     # The last segment has no successor, and the first has only the initial state before it.
     needed = (number < last) & ((block < of_offset) | (number > 0))
@@ -417,49 +421,49 @@ def summarize(
     for e in tl.static_range(0, K, STEP):
         j = e + tl.arange(0, STEP)
         piece = tl.where((i - of_offset * BLOCK)[:, None] == j[None, :], 1.0, 0.0)
-        if HAS_INITIAL:
+        if initial is not None:
             mask = (j < K)[:, None] & (i < tl.where(number == 0, V, 0))[None, :]
             given = tl.load(initial + (n * H + head) * K * V + j[:, None] * V + i[None, :], mask=mask, other=0.0)
             piece += tl.trans(given.to(tl.float32))
         state = state + (piece,)
     state, exponent = turn_to_tiles(state, 0, SCALED, SCALED)
     place = (slot + first) * H + head  # a transition has no input
-    offered, offered_exponents, offered_exponent = load_offered(
-        written, units, place, tokens - first * CHUNK, column, V, UNITS, True, SCALED, CUT, CHUNK, BLOCK
+    xv, xv_exponents, xv_exponent = load_xv(
+        u, units, place, tokens - first * CHUNK, column, V, True, SCALED, CUT, CHUNK, BLOCK
     )
     if SCALED:
-        later_packed = tl.load(units + place * UNITS + PACKED_UNITS)
-        later_size = tl.load(units + place * UNITS + SIZE)
+        later_packed = tl.load(find_units(units, place, V) + PACKED_UNITS)
+        later_size = tl.load(find_units(units, place, V) + SIZE)
     if GATED:
         later_whole = tl.load(decays + place)
     for m in range(first, end):
         place = (slot + m) * H + head
         next_chunk = tl.minimum(m + 1, end - 1)
         following = (slot + next_chunk) * H + head
-        later, later_exponents, later_exponent = load_offered(
-            written, units, following, tokens - next_chunk * CHUNK, column, V, UNITS, True, SCALED, CUT, CHUNK, BLOCK
+        later, later_exponents, later_exponent = load_xv(
+            u, units, following, tokens - next_chunk * CHUNK, column, V, True, SCALED, CUT, CHUNK, BLOCK
         )
         packed, size = 1.0, 1.0
         if SCALED:
             packed, size = later_packed, later_size
-            later_packed = tl.load(units + following * UNITS + PACKED_UNITS)
-            later_size = tl.load(units + following * UNITS + SIZE)
+            later_packed = tl.load(find_units(units, following, V) + PACKED_UNITS)
+            later_size = tl.load(find_units(units, following, V) + SIZE)
         whole = 1.0
         if GATED:
             whole = later_whole
             later_whole = tl.load(decays + following)
         rows = writes + place * CHUNK * K
         walked = walk_through(
-            state, exponent, offered, offered_exponents, offered_exponent, erased, rows, 0, 1.0, rows, 0, 1.0,
-            tokens - m * CHUNK, packed, size, offsets, units, place, column, whole,
-            K, V, GATED, False, False, 0, SCALED, CUT, PRECISION, CHUNK, BLOCK, STEP,
+            state, exponent, xv, xv_exponents, xv_exponent, w, rows, 0, 1.0, rows, 0, 1.0,
+            tokens - m * CHUNK, packed, size, None, units, place, column, whole,
+            K, V, GATED, False, 0, SCALED, CUT, CHUNK, BLOCK, STEP,
         )  # fmt: skip
         state = walked[2]
         if SCALED:
             exponent = walked[3]
-        offered = later
+        xv = later
         if SCALED:
-            offered_exponents, offered_exponent = later_exponents, later_exponent
+            xv_exponents, xv_exponent = later_exponents, later_exponent
     place = segment * H + head
     if needed:
         row = column - of_offset * BLOCK
@@ -506,22 +510,19 @@ def _spread(row_units, BLOCK_K: tl.constexpr):
 @triton.jit(do_not_specialize=[*SIZES_AND_STRIDES, "span"])
 def connect(
     cu_seqlens, offsets, transitions, transition_units, span, T, H,
-    K: tl.constexpr, V: tl.constexpr, PACKED: tl.constexpr, BACK: tl.constexpr,
-    SCALED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BACK: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """BLOCK value columns of one head of one sequence: the states that segments leave, in place of their offsets.
 
     BACK: the gradients of the states before segments, from the last segment on.
     """
-    blocks: tl.constexpr = (V + BLOCK - 1) // BLOCK
-    column = tl.program_id(0) % blocks * BLOCK
-    head = (tl.program_id(0) // blocks % H).to(tl.int64)
-    n = (tl.program_id(0) // blocks // H).to(tl.int64)
-    _, start, end, _ = sequence(n, T, cu_seqlens, PACKED, CHUNK)
+    SCALED: tl.constexpr = transitions.dtype.element_ty == tl.float16
+    column, head, n = find_place(H, V, BLOCK)
+    _, start, end, _ = sequence(n, T, cu_seqlens, cu_seqlens is not None, CHUNK)
     segments = tl.cdiv((end - start).to(tl.int32), span * CHUNK)
     first = n * segments
-    if PACKED:
+    if cu_seqlens is not None:
         first = start // (span * CHUNK) + n
     if BACK:
         first += tl.maximum(segments - 1, 0)

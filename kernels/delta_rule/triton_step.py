@@ -16,11 +16,11 @@ from longseq.kernels.triton_tiles import load_block, store_block
 
 
 @triton.jit
-def write_and_read(memory, read_key, write, value, query):
+def write_and_read(h, read_key, write, value, query):
     """The state [K, columns] after `value` has replaced the value that `read_key` reads, and the output for `query`."""
-    found = tl.sum(memory * read_key[:, None], 0)
-    memory += write[:, None] * (value - found)[None, :]
-    return memory, tl.sum(memory * query[:, None], 0)
+    read = tl.sum(h * read_key[:, None], 0)
+    h += write[:, None] * (value - read)[None, :]
+    return h, tl.sum(h * query[:, None], 0)
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
@@ -33,7 +33,7 @@ def _step(
 ):  # fmt: skip
     n, row, head, block = place(H, V, BLOCK_V)
     column = block * BLOCK_V
-    memory = load_block(state + n * K * V, 0, column, K, V, BLOCK_K, BLOCK_V)
+    h = load_block(state + n * K * V, 0, column, K, V, BLOCK_K, BLOCK_V)
     query = load_vector(q + row * q_row + head * q_head, 0, K, BLOCK_K)
     key = load_vector(k + row * k_row + head * k_head, 0, K, BLOCK_K)
     value = load_vector(v + row * v_row + head * v_head, column, V, BLOCK_V)
@@ -42,21 +42,21 @@ def _step(
         write = load_vector(write_key + row * write_key_row + head * write_key_head, 0, K, BLOCK_K)
     if HAS_BETA:
         write *= tl.load(beta + row * beta_row + head * beta_head).to(tl.float32)
-    found = tl.sum(memory * key[:, None], 0)
+    read = tl.sum(h * key[:, None], 0)
     if GATE != "":
         if GATE == "channel":
-            memory *= tl.exp(load_vector(g + row * g_row + head * g_head, 0, K, BLOCK_K))[:, None]
+            h *= tl.exp(load_vector(g + row * g_row + head * g_head, 0, K, BLOCK_K))[:, None]
         else:
-            memory *= tl.exp(tl.load(g + row * g_row + head * g_head).to(tl.float32))
+            h *= tl.exp(tl.load(g + row * g_row + head * g_head).to(tl.float32))
         if not READ_BEFORE_DECAY:
-            found = tl.sum(memory * key[:, None], 0)
+            read = tl.sum(h * key[:, None], 0)
     if ADDED:
-        added = load_vector(value_key + row * value_key_row + head * value_key_head, 0, K, BLOCK_K)
-        memory += added[:, None] * value[None, :] - write[:, None] * found[None, :]
+        a = load_vector(value_key + row * value_key_row + head * value_key_head, 0, K, BLOCK_K)
+        h += a[:, None] * value[None, :] - write[:, None] * read[None, :]
     else:
-        memory += write[:, None] * (value - found)[None, :]
-    o = tl.sum(memory * query[:, None], 0)
-    store_block(after + n * K * V, 0, column, memory, K, V, BLOCK_K, BLOCK_V)
+        h += write[:, None] * (value - read)[None, :]
+    o = tl.sum(h * query[:, None], 0)
+    store_block(after + n * K * V, 0, column, h, K, V, BLOCK_K, BLOCK_V)
     store_vector(output + n * V, column, scale * o, V, BLOCK_V)
 
 
