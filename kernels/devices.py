@@ -74,17 +74,6 @@ def channels_adjacent(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
 
-def evenly(tensor: Tensor) -> Tensor:
-    """The tensor [B, T, H, ...] with one distance between tokens, rows one after the other and adjacent heads."""
-    token = tensor.stride(1)
-    even = (
-        tensor.shape[2:].numel() <= token
-        and tensor[0, 0].is_contiguous()
-        and (tensor.shape[0] == 1 or tensor.stride(0) == tensor.shape[1] * token)
-    )
-    return tensor if even else tensor.contiguous()
-
-
 def as_rows(tensor: Tensor) -> Tensor:
     """The tensor as [rows, channels] with adjacent channels: a view, where its strides allow one."""
     return channels_adjacent(tensor).reshape(-1, tensor.shape[-1])

@@ -37,9 +37,11 @@ from longseq.kernels.triton_launch import (
     cdiv,
     count_sequences,
     count_slots,
+    evenly,
     find_launch,
     fit_launches,
     sequence_of_slots,
+    steps,
 )
 
 # By the bytes of the operands of matrix products and by the width, max(K, V) rounded up to 64 or 128. Blocks have rows
@@ -114,9 +116,9 @@ class _Call:
     """The launches of one call, forward or backward."""
 
     def __init__(self, inputs: Inputs, cu_seqlens: Tensor | None, scale: float, before: bool, reverse: int) -> None:
-        self.q, self.k, self.v = (_evenly(x) for x in (inputs.q, inputs.k, inputs.v))
+        self.q, self.k, self.v = (evenly(x) for x in (inputs.q, inputs.k, inputs.v))
         self.beta, write_key, self.value_key, g = (
-            None if x is None else _evenly(x) for x in (inputs.beta, inputs.write_key, inputs.value_key, inputs.g)
+            None if x is None else evenly(x) for x in (inputs.beta, inputs.write_key, inputs.value_key, inputs.g)
         )
         self.write = self.k if write_key is None else write_key
         self.batch, self.tokens, self.heads, self.key_dim = self.k.shape
@@ -191,7 +193,7 @@ class _Call:
         exact = torch.float32 if self.chunk == 64 else torch.float64
         sums, mild = self._empty(self.chunk, self.key_dim, dtype=exact), self._empty(dtype=torch.int32)
         constants = {"K": self.key_dim, "BLOCK_K": block_width(self.key_dim), **self.levels, **self.layout}
-        launch = self._launch(sum_gates, self.places, (self.tokens, self.heads, g.stride(1)), None, constants)
+        launch = self._launch(sum_gates, self.places, (self.tokens, self.heads, steps(g)[0]), None, constants)
         launch(g, self.cu_seqlens, self.sequence_of, sums, mild)
         return sums, mild
 
@@ -205,7 +207,7 @@ class _Call:
         return lower, products
 
     def _relate(self, write: Tensor, beta: Tensor | None, lower: Tensor, attention: Tensor) -> None:
-        numbers = (self.scale, self.tokens, self.heads, self.places, *_steps(self.q, self.k, write, beta))
+        numbers = (self.scale, self.tokens, self.heads, self.places, *steps(self.q, self.k, write, beta))
         columns = min(self.launches["relate"].block, self._width(self.key_dim))
         constants = {"K": self.key_dim, "BEFORE": self.before, "COLUMNS": columns, **self.levels, **self.options}
         for launch in self._by_blocks(relate, self.places, numbers, constants):
@@ -231,7 +233,7 @@ class _Call:
         name = "prepare" if lower is None else "prepare_inverse"
         columns = min(self.launches[name].block, self._width(max(self.key_dim, self.value_dim)))
         constants = {"K": self.key_dim, "V": self.value_dim, "BEFORE": self.before, "COLUMNS": columns, **self.options}
-        numbers = (self.scale, self.tokens, self.heads, *_steps(*sequences))
+        numbers = (self.scale, self.tokens, self.heads, *steps(*sequences))
         self._launch(prepare, self.places, numbers, name, constants)(
             *(*sequences, self.sums, self.cu_seqlens, self.sequence_of, lower, products[0]),
             *(None if added is None else products[2], queries, w, offered, writes, added, whole),
@@ -283,7 +285,7 @@ class _Call:
         return starts
 
     def _walk(self, name: str, products: Tensor | None, chunks: _Chunks, *tensors: Tensor | None) -> None:
-        numbers = (self.tokens, self.heads, self.v.stride(1))
+        numbers = (self.tokens, self.heads, steps(self.v)[0])
         attention = None if products is None else products[1]
         values = None if products is None or chunks.added is None else products[3]
         width = self.key_dim if chunks.offered is None else self.value_dim
@@ -315,7 +317,7 @@ class _Call:
         """The gradients of L, A, M and N and of v; `d_u` becomes the gradient of the errors."""
         d_products, d_v = torch.empty_like(products), d_output.new_empty(d_output.shape)
         inverse, _, *values = products
-        numbers = (self.scale, self.tokens, self.heads, self.v.stride(1))
+        numbers = (self.scale, self.tokens, self.heads, steps(self.v)[0])
         launch = self._launch(
             differentiate_products, self.places, numbers, None,
             {
@@ -349,8 +351,8 @@ class _Call:
         for n, (write, beta, values, d_key, d_part) in enumerate(calls):
             inputs = (self.q, self.k, write, beta, self.sums, self.mild, self.cu_seqlens, self.sequence_of)
             of_products, gradients = (d_products[2 * n], d_products[2 * n + 1]), (d_q, d_k, d_key, d_g, d_part)
-            steps = _steps(self.q, self.k, write, beta, self.v)
-            numbers = (self.scale, self.tokens, self.heads, self.places, *steps)
+            strides = steps(self.q, self.k, write, beta, self.v)
+            numbers = (self.scale, self.tokens, self.heads, self.places, *strides)
             programs = self.places * cdiv(self.key_dim, columns)
             block = min(self.launches["differentiate"].step, self._width(self.value_dim))
             constants = {
@@ -362,22 +364,6 @@ class _Call:
         if self.beta is not None and d_beta is not None:
             found.insert(3, d_beta.sum(-1).to(self.beta.dtype))
         return found
-
-
-def _evenly(x: Tensor) -> Tensor:
-    """The tensor [B, T, H, ...] with one distance between tokens, rows one after the other and adjacent heads."""
-    token = x.stride(1)
-    even = (
-        x.shape[2:].numel() <= token
-        and x[0, 0].is_contiguous()
-        and (x.shape[0] == 1 or x.stride(0) == x.shape[1] * token)
-    )
-    return x if even else x.contiguous()
-
-
-def _steps(*sequences: Tensor | None) -> tuple[int, ...]:
-    """The distances between tokens; 0 for None."""
-    return tuple(0 if x is None else x.stride(1) for x in sequences)
 
 
 @custom_op("delta_rule_channels")

@@ -30,7 +30,7 @@ from longseq.kernels.delta_rule.triton_channels import delta_rule_channels_trito
 from longseq.kernels.delta_rule.triton_forward import advance, prepare, read_out, read_through
 from longseq.kernels.delta_rule.triton_kept import TILE, count_gradient_units, count_units
 from longseq.kernels.delta_rule.triton_segments import BOTH, QUERIES, connect, count_held, summarize
-from longseq.kernels.devices import evenly, longseq_shared_memory
+from longseq.kernels.devices import longseq_shared_memory
 from longseq.kernels.reading import Reverse, number_of
 from longseq.kernels.segments import find_span
 from longseq.kernels.triton_launch import (
@@ -43,9 +43,11 @@ from longseq.kernels.triton_launch import (
     cdiv,
     count_sequences,
     count_slots,
+    evenly,
     fit_launches,
     launch_options,
     sequence_of_slots,
+    steps,
 )
 from longseq.kernels.triton_tiles import SECOND_HALF
 
@@ -388,9 +390,8 @@ class _Sequences(NamedTuple):
     g: Tensor | None
 
     def call(self, plan: _Plan, entries: tuple[Launch, ...], scale: float, reverse: int, own_write_key: bool) -> _Call:
-        steps = tuple([0 if x is None else x.stride(1) for x in self])
         raw = not plan.scaled or _have_type_of_products(plan, self.q, self.k, self.write)
-        return _Call(plan, entries, self.q.device, scale, reverse, own_write_key, raw, steps)
+        return _Call(plan, entries, self.q.device, scale, reverse, own_write_key, raw, steps(*self))
 
 
 def _lay_out(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, write_key: Tensor | None, g: Tensor | None) -> _Sequences:

@@ -750,8 +750,16 @@ def test_a_loss_on_the_output_alone_of_strided_inputs(interpreted, op):
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
+STRIDED = [
+    ("linear_attention", "channel_gated"),
+    ("orthogonal_recurrence", "gated"),
+    ("delta_rule", "gated"),
+    ("delta_rule", "channel_write_key"),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("op", "variant"), [("linear_attention", "channel_gated"), ("orthogonal_recurrence", "gated")])
+@pytest.mark.parametrize(("op", "variant"), STRIDED)
 def test_the_stride_of_a_single_token_does_not_matter(interpreted, op, variant):
     inputs = make_inputs(op, variant, tokens=1, dtype=torch.float32)
     strides = {name: (x.stride(0), x.numel(), *x.stride()[2:]) for name, x in inputs.sequences.items()}
