@@ -624,7 +624,8 @@ def differentiate_chunk(
         )
         writes = (write_key * decay_either(-until)).to(TILE)
 
-        # Queries. `by` is the gradient of b, without those of token pairs (i, i).
+        # Queries. `by` is the gradient of b. Behind strong gates, token pairs (i, i) would not cancel well in its sums:
+        # `others` leaves them out.
         query = load_tokens(q + t * q_token + head * K, q_token * NEXT, live, column, K, CHUNK, COLUMNS)
         query = query.to(tl.float32)
         queries = (query * decay_either(until)).to(TILE)
