@@ -176,6 +176,9 @@ class Export(FromCheckpoint):
     precision: Literal["float32", "float16", "int8"] = key(
         "float32", "of ONNX: float16 or int8 for linear layers; recurrences and states stay float32"
     )
+    calibrate: str | None = key(
+        None, "with int8, of images: a folder of training images, for fixed ranges of activations; null: by call"
+    )
     allowed_drop: float = key(
         0.01, "with float16 or int8: how much worse task.metric may get on the validation data; then no file is kept"
     )

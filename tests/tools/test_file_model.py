@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import timm
 import torch
@@ -93,12 +94,16 @@ def test_small_files(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFix
     with pytest.raises(ValueError, match=r"precision=int8: val/\w+ goes from .* allowed_drop=-1"):
         export_to(checkpoint, "worse.onnx", "precision=int8", "allowed_drop=-1")
     assert not list(checkpoint.parent.glob("worse*"))
-    small = export_to(checkpoint, "small.onnx", "precision=int8", "allowed_drop=0.2")
-    assert "int8: " in capsys.readouterr().out
-    assert json.loads(Path(f"{small}.json").read_text())["precision"] == "int8"
-    rows, wanted = classify(small, tmp_path), classify(checkpoint, tmp_path)
-    differences = [row["probability_1"] - other["probability_1"] for row, other in zip(rows, wanted, strict=True)]
-    assert 0 < max(map(abs, differences)) < 0.02
+    wanted = classify(checkpoint, tmp_path)
+    for words in ([], [f"calibrate={tmp_path}"]):
+        small = export_to(checkpoint, "small.onnx", "precision=int8", "allowed_drop=0.2", *words)
+        assert "int8: " in capsys.readouterr().out
+        assert json.loads(Path(f"{small}.json").read_text())["precision"] == "int8"
+        by_call = [node for node in onnx.load(small).graph.node if node.op_type == "DynamicQuantizeLinear"]
+        assert bool(by_call) == (not words)
+        rows = classify(small, tmp_path)
+        differences = [row["probability_1"] - other["probability_1"] for row, other in zip(rows, wanted, strict=True)]
+        assert 0 < max(map(abs, differences)) < 0.02
 
 
 @pytest.mark.slow

@@ -49,6 +49,8 @@ def run(cfg: DictConfig) -> ExportReport:
     format = keys.format or _format_of(keys.output)
     if keys.precision != "float32" and format != "onnx":
         raise ValueError(f"precision={keys.precision} is for ONNX files, not format={format}")
+    if keys.calibrate is not None and keys.precision != "int8":
+        raise ValueError("calibrate is for precision=int8")
     tasks = {name: base for base in EXPORTS for name in registry.like(base)}
     loaded = checkpoint.load(keys.checkpoint, weights=keys.weights, any_resolution=keys.dynamic_resolution, tasks=tasks)
     model: Any = loaded.backbone
@@ -78,7 +80,7 @@ def run(cfg: DictConfig) -> ExportReport:
     if keys.precision != "float32":
         from longseq.tools.export.precision import shrink
 
-        report = shrink(report, loaded, keys.precision, keys.allowed_drop)
+        report = shrink(report, loaded, keys.precision, keys.allowed_drop, keys.calibrate)
     report.print()
     return report
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 from longseq.files import sha256
@@ -18,9 +19,15 @@ from longseq.tools.export.checked_file import quiet
 from longseq.tools.export.onnx_file import clean
 from longseq.tools.export.report import ExportReport
 
+CALIBRATION = 128  # images
 
-def shrink(report: ExportReport, loaded: Loaded, precision: str, allowed_drop: float) -> ExportReport:
+
+def shrink(
+    report: ExportReport, loaded: Loaded, precision: str, allowed_drop: float, calibrate: str | None = None
+) -> ExportReport:
     """Replace an exported file by one with linear layers in `precision`, float16 or int8.
+
+    `calibrate` is a folder of images, for fixed ranges of int8 activations.
 
     The task's metric is measured on the validation data with both files. ValueError if it gets worse by more than
     `allowed_drop`, or is NaN; then no file is left.
@@ -31,7 +38,8 @@ def shrink(report: ExportReport, loaded: Loaded, precision: str, allowed_drop: f
     try:
         with TemporaryDirectory(prefix=".partial.", dir=path.parent) as folder:
             small = Path(folder, path.name)
-            convert(path, small, precision)
+            batches = None if calibrate is None else _read_images(calibrate, loaded, facts["run"]["options"])
+            convert(path, small, precision, batches)
             size = small.stat().st_size
             facts |= {"sha256": sha256(small), "precision": precision}
             facts["run"]["size"] = size
@@ -53,11 +61,11 @@ def shrink(report: ExportReport, loaded: Loaded, precision: str, allowed_drop: f
     return replace(report, size=size, metadata={**report.metadata, "precision": precision}, shrunk=shrunk)
 
 
-def convert(source: Path, target: Path, precision: str) -> None:
+def convert(source: Path, target: Path, precision: str, batches: Iterable[Any] | None = None) -> None:
     """Write the ONNX file `source` to `target` with its linear layers in `precision`.
 
     float16 layers round their inputs, too. int8 weights have a scale for each output; inputs of their layers are
-    quantized with a scale for each call.
+    quantized with a scale for each call, or with `batches` (arrays) by the range that they have over these.
     """
     import onnx
 
@@ -67,16 +75,37 @@ def convert(source: Path, target: Path, precision: str) -> None:
     facts = {prop.key: prop.value for prop in model.metadata_props} | {"precision": precision}
     with quiet():
         if precision == "int8":
-            from onnxruntime.quantization import QuantType, quantize_dynamic
+            from onnxruntime.quantization import QuantType, quantize_dynamic, quantize_static
 
             kinds = {"op_types_to_quantize": ["MatMul", "Gemm"], "nodes_to_quantize": sorted(linear)}
-            quantize_dynamic(source, target, **kinds, per_channel=True, weight_type=QuantType.QInt8)
+            options: dict[str, Any] = {**kinds, "per_channel": True, "weight_type": QuantType.QInt8}
+            if batches is None:
+                quantize_dynamic(source, target, **options)
+            else:
+                name = model.graph.input[0].name
+                feeds = iter([{name: batch} for batch in batches])
+                reader: Any = SimpleNamespace(get_next=lambda: next(feeds, None))
+                quantize_static(source, target, reader, **options)
             model = onnx.load(str(target))
         else:
             _halve(model, linear)
             clean(model)
     onnx.helper.set_model_props(model, facts)
     onnx.save(model, str(target))
+
+
+def _read_images(folder: str, loaded: Loaded, options: Mapping[str, Any]) -> list[Any]:
+    """Images of a folder as an exported file takes them, one by one: at most `CALIBRATION`, evenly chosen."""
+    data: Any = registry.get(loaded.task_name).data
+    if loaded.task_name not in registry.like("image"):
+        raise ValueError("calibrate is for image classifiers")
+    files = data.inputs(folder, data.info_class.from_dict(loaded.data))
+    batches = []
+    for number in range(0, len(files), -(-len(files) // CALIBRATION)):
+        images, _, unreadable = files.collate([files[number]])
+        if not unreadable:
+            batches.append((images if options["preprocess"] else files.prepare(images)).numpy())
+    return batches
 
 
 def _halve(model: Any, linear: Collection[str]) -> None:
