@@ -161,6 +161,22 @@ def test_recurrences_can_be_single_nodes(
 
 
 @pytest.mark.slow
+def test_single_nodes_give_the_same_bits_for_one_token_as_for_many(tmp_path: Path) -> None:
+    """Also with few heads, whose decays are softplus of one or two numbers a token."""
+    need_operators("onnxruntime")
+    model = build("mamba2+gated_deltanet+gla", mixer_options={"mamba2": {"head_dim": 16}})
+    call = check_file(model, tmp_path / "model.onnx", "onnx", operators="onnxruntime", dynamic_length=True)
+    tokens = torch.randint(11, (1, 75))
+    starts = [state.starts(1) for state in state_spec(model)]
+    whole, _ = call(tokens, starts)
+    found, values = [], starts
+    for token in tokens.split(1, dim=1):
+        logits, values = call(token, values)
+        found.append(logits)
+    assert torch.equal(torch.cat(found, dim=1), whole)
+
+
+@pytest.mark.slow
 def test_a_file_reads_no_more_than_it_has_positions_for(tmp_path: Path, captured_once: None) -> None:
     """`test_the_length_can_be_open` has a cache that is full."""
     model = build("linear_attention", positions="learned", max_length=6)

@@ -32,7 +32,8 @@ def write(module: nn.Module, example: tuple[Any, ...], path: Path, spec: FileSpe
 
     axes = [dict(open_axes) for open_axes in spec.inputs.values()]
     opset = 27 if spec.operators == "opset27" else spec.opset
-    with export_forms({} if spec.operators == "standard" else operators.FORMS):
+    forms, translations = ({}, {}) if spec.operators == "standard" else (operators.FORMS, operators.TRANSLATIONS)
+    with export_forms(forms):
         captured = capture(module, example, axes)
     program = torch.onnx.export(
         captured,
@@ -47,6 +48,7 @@ def write(module: nn.Module, example: tuple[Any, ...], path: Path, spec: FileSpe
             torch.ops.aten.group_norm.default: _group_norm,
             torch.ops.aten.scaled_dot_product_attention.default: _softmax_attention,
             torch.ops.aten.repeat_interleave.self_int: _repeat_interleave,
+            **translations,
         },
         optimize=False,
         verbose=False,

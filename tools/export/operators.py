@@ -134,6 +134,20 @@ def _convolve_step(
     return y.squeeze(1), state
 
 
+def _softplus(x: Any, beta: float = 1.0, threshold: float = 20.0) -> Any:
+    """log(1 + exp x) in float64, so that a token's decay has the same bits in any company.
+
+    onnxruntime computes logarithms of float32 four at a time, and rounds those of the last numbers differently.
+    """
+    from onnxscript import DOUBLE
+    from onnxscript import opset18 as op
+
+    assert beta == 1, "no mixer scales softplus"
+    powers = op.Exp(op.Cast(x, to=DOUBLE.dtype))
+    y = op.CastLike(op.Log(op.Add(powers, op.CastLike(1.0, powers))), x)
+    return op.Where(op.Greater(x, op.CastLike(threshold, x)), x, y)
+
+
 # For `longseq.kernels.dispatch.export_forms`.
 FORMS: Mapping[str, Function] = MappingProxyType(
     {
@@ -145,3 +159,5 @@ FORMS: Mapping[str, Function] = MappingProxyType(
         "short_convolution_step": _convolve_step,
     }
 )
+# For the exporter, in place of its own.
+TRANSLATIONS: Mapping[Any, Function] = MappingProxyType({torch.ops.aten.softplus.default: _softplus})
