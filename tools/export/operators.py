@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from longseq.kernels.linear_attention.reference import repeat_keys
+from longseq.kernels.reading import Reverse, turn
 from longseq.kernels.recurrence import Sequences, run_padded, run_recurrence
 
 DOMAIN = "com.microsoft"
@@ -96,7 +97,9 @@ def _attend(standard: Function, **arguments: Any) -> Any:
     start, q, v = arguments["initial_state"], arguments["q"], arguments["v"]
 
     def core(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
-        return _attention(sequences, None if start is None else state, arguments["scale"])
+        turned = [None if x is None else _turn(x, arguments["reverse"]) for x in sequences]
+        o, final = _attention(turned, None if start is None else state, arguments["scale"])
+        return _turn(o, arguments["reverse"]), final
 
     return run_recurrence(
         core,
@@ -107,7 +110,17 @@ def _attend(standard: Function, **arguments: Any) -> Any:
         output_final_state=arguments["output_final_state"],
         cu_seqlens=None,
         unpack=run_padded,
-        reverse=arguments["reverse"],
+    )
+
+
+def _turn(x: Tensor, reverse: Reverse) -> Tensor:
+    """`longseq.kernels.reading.turn`, of half of the rows as a single node, too."""
+    if reverse != "second_half":
+        return turn(x, reverse)
+    # How many of a row's first tokens change their order: one does not.
+    turned = torch.cat([torch.full((x.shape[0] // 2,), count) for count in (1, x.shape[1])])
+    return torch.onnx.ops.symbolic(
+        "ReverseSequence", (x, turned), {"batch_axis": 0, "time_axis": 1}, dtype=x.dtype, shape=x.shape
     )
 
 
