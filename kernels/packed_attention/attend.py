@@ -32,11 +32,13 @@ def attend_filled(q: Tensor, k: Tensor, v: Tensor, place: Tensor) -> Tensor:
 
     On a GPU this waits for `place`.
     """
-    end = (functional.pad(place.flatten(), (0, 1)).max() + 1).item()  # the padding serves an empty batch
+    # The padding serves an empty batch; `int` in place of `item` would need the values when a graph is exported.
+    end = (functional.pad(place.flatten(), (0, 1)).max() + 1).item()
     if not torch.jit.is_scripting():
         torch._check(end > 0)
     slots = torch.arange(end, device=q.device)
-    return attend(q, k.narrow(1, 0, end), v.narrow(1, 0, end), slots <= place.unsqueeze(-1))
+    k, v = k.narrow(1, 0, end), v.narrow(1, 0, end)  # type: ignore[arg-type]
+    return attend(q, k, v, slots <= place.unsqueeze(-1))
 
 
 @torch.jit.script_if_tracing
