@@ -27,6 +27,21 @@ def attend(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor | None = None, causa
 
 
 @torch.jit.script_if_tracing
+def attend_filled(q: Tensor, k: Tensor, v: Tensor, place: Tensor) -> Tensor:
+    """`attend` in which a query at slot p of `place [B, T]` sees the slots 0 to p; later slots than any p are not read.
+
+    On a GPU this waits for `place`.
+    """
+    # The padding serves an empty batch; `int` in place of `item` would need the values when a graph is exported.
+    end = (functional.pad(place.flatten(), (0, 1)).max() + 1).item()
+    if not torch.jit.is_scripting():
+        torch._check(end > 0)
+    slots = torch.arange(end, device=q.device)
+    k, v = k.narrow(1, 0, end), v.narrow(1, 0, end)  # type: ignore[arg-type]
+    return attend(q, k, v, slots <= place.unsqueeze(-1))
+
+
+@torch.jit.script_if_tracing
 def attend_nearby(q: Tensor, k: Tensor, v: Tensor, window: int, causal: bool) -> Tensor:
     """`attend` in which a token sees itself and the `window` - 1 tokens before it, and without `causal` those after."""
     batch, tokens = q.shape[:2]

@@ -15,7 +15,7 @@ from longseq.blocks.packing import front_places, scatter_tokens, unpack_rows
 from longseq.blocks.rotary import check_rotary, count_positions, rotary_angles, rotate_pairs
 from longseq.kernels.dispatch import is_exporting
 from longseq.kernels.packed_attention import packed_attention
-from longseq.kernels.packed_attention.attend import attend
+from longseq.kernels.packed_attention.attend import attend, attend_filled
 from longseq.kernels.packing import Packing, pack_like
 from longseq.mixers.base import Device, Mixer, required
 from longseq.mixers.heads import check_groups, choose_heads
@@ -227,6 +227,24 @@ class Attention(SoftmaxAttention):
     def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> KeyValueState:
         empty = torch.zeros(batch, 0, self.num_kv_heads, self.head_dim, device=device, dtype=dtype)
         return KeyValueState(empty, empty, torch.zeros(batch, dtype=torch.long, device=device))
+
+    def scan(
+        self, projected: Tensor, state: KeyValueState | KeyValueCache | None = None, **options: Any
+    ) -> tuple[Tensor, KeyValueState | KeyValueCache | None]:
+        if is_exporting() and isinstance(state, KeyValueCache) and options.get("mask") is None:
+            return self._read_on(projected, state)
+        return super().scan(projected, state, **options)
+
+    def _read_on(self, projected: Tensor, cache: KeyValueCache) -> tuple[Tensor, KeyValueCache]:
+        """`scan` in exported graphs: writes into the cache, which fails without room, and reads its filled slots."""
+        place, length = count_positions(projected, cache.length)
+        q, k, v = self._heads(projected, place, None)
+        rows = torch.arange(place.shape[0], device=place.device).unsqueeze(1)
+        key, value = (
+            slots.index_put((rows, place), x.to(slots.dtype)) for slots, x in ((cache.key, k), (cache.value, v))
+        )
+        o = attend_filled(q, key.to(q.dtype), value.to(q.dtype), place)
+        return o.flatten(-2), KeyValueCache(key, value, length)
 
     def preallocate(self, state: KeyValueState | KeyValueCache, max_length: int) -> KeyValueCache:
         if isinstance(state, KeyValueCache) and state.key.shape[1] >= max_length:

@@ -117,10 +117,14 @@ def test_one_file_reads_the_prompt_and_another_goes_on(tmp_path: Path) -> None:
             model, tmp_path / f"{name}.pt", format="torchscript", dynamic_length=open_length, max_length=80
         )
     read, step = (torch.jit.load(str(tmp_path / f"{name}.pt")) for name in ("read", "step"))
-    tokens = torch.randint(11, (3, 9))
-    _, values = read(tokens[:, :8], [state.starts(3) for state in state_spec(model, 80)])
-    logits, _ = step(tokens[:, 8], values)
-    torch.testing.assert_close(logits, model(tokens)[0][:, 8], atol=1e-4, rtol=0)
+    tokens = torch.randint(11, (2, 9))
+    expected = [model(row[None])[0][0, -3:] for row in (tokens[0], tokens[1, 3:])]
+    starts = [state.starts(1) for state in state_spec(model, 80)]
+    prompts = [read(row[None], starts)[1] for row in (tokens[0, :6], tokens[1, 3:6])]  # of different lengths
+    logits, values = read(tokens[:, 6:8], [torch.cat(rows) for rows in zip(*prompts, strict=True)])
+    last, _ = step(tokens[:, 8], values)
+    found = torch.cat((logits, last[:, None]), dim=1)
+    torch.testing.assert_close(found, torch.stack(expected), atol=1e-4, rtol=0)
 
 
 @pytest.mark.slow
@@ -154,6 +158,22 @@ def test_recurrences_can_be_single_nodes(
         logits, values = call(piece, values)
         found.append(logits if reads else logits.unsqueeze(1))
     torch.testing.assert_close(torch.cat(found, dim=1), expected, atol=1e-3, rtol=0)
+
+
+@pytest.mark.slow
+def test_single_nodes_give_the_same_bits_for_one_token_as_for_many(tmp_path: Path) -> None:
+    """Also with few heads, whose decays are softplus of one or two numbers a token."""
+    need_operators("onnxruntime")
+    model = build("mamba2+gated_deltanet+gla", mixer_options={"mamba2": {"head_dim": 16}})
+    call = check_file(model, tmp_path / "model.onnx", "onnx", operators="onnxruntime", dynamic_length=True)
+    tokens = torch.randint(11, (1, 75))
+    starts = [state.starts(1) for state in state_spec(model)]
+    whole, _ = call(tokens, starts)
+    found, values = [], starts
+    for token in tokens.split(1, dim=1):
+        logits, values = call(token, values)
+        found.append(logits)
+    assert torch.equal(torch.cat(found, dim=1), whole)
 
 
 @pytest.mark.slow

@@ -32,7 +32,8 @@ def write(module: nn.Module, example: tuple[Any, ...], path: Path, spec: FileSpe
 
     axes = [dict(open_axes) for open_axes in spec.inputs.values()]
     opset = 27 if spec.operators == "opset27" else spec.opset
-    with export_forms({} if spec.operators == "standard" else operators.FORMS):
+    forms, translations = ({}, {}) if spec.operators == "standard" else (operators.FORMS, operators.TRANSLATIONS)
+    with export_forms(forms):
         captured = capture(module, example, axes)
     program = torch.onnx.export(
         captured,
@@ -45,7 +46,9 @@ def write(module: nn.Module, example: tuple[Any, ...], path: Path, spec: FileSpe
         custom_translation_table={
             torch.ops.aten.scalar_tensor.default: _number,
             torch.ops.aten.group_norm.default: _group_norm,
+            torch.ops.aten.scaled_dot_product_attention.default: _softmax_attention,
             torch.ops.aten.repeat_interleave.self_int: _repeat_interleave,
+            **translations,
         },
         optimize=False,
         verbose=False,
@@ -101,6 +104,18 @@ def _group_norm(
     shape = op.Constant(value_ints=[channels, *(1 for _ in others)])
     y = y if weight is None else op.Mul(y, op.Reshape(weight, shape))
     return y if bias is None else op.Add(y, op.Reshape(bias, shape))
+
+
+def _softmax_attention(query: Any, key: Any, value: Any, attn_mask: Any = None, *arguments: Any, **options: Any) -> Any:
+    """Softmax attention without the exporter's test of all weights for NaN, which its finite masks cannot give."""
+    import onnx_ir
+    from onnxscript import opset18 as op
+    from onnxscript.function_libs.torch_lib.ops.nn import aten_scaled_dot_product_attention as standard
+
+    if attn_mask is not None and attn_mask.dtype == onnx_ir.DataType.BOOL:
+        unseen = op.Constant(value=onnx_ir.tensor(query.dtype.min, dtype=query.dtype))
+        attn_mask = op.Where(attn_mask, op.CastLike(0.0, query), unseen)
+    return standard(query, key, value, attn_mask, *arguments, **options)
 
 
 def _repeat_interleave(input: Any, repeats: int, dim: int | None = None, output_size: int | None = None) -> Any:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from longseq.kernels.linear_attention.reference import repeat_keys
+from longseq.kernels.reading import Reverse, turn
 from longseq.kernels.recurrence import Sequences, run_padded, run_recurrence
 
 DOMAIN = "com.microsoft"
@@ -96,7 +97,9 @@ def _attend(standard: Function, **arguments: Any) -> Any:
     start, q, v = arguments["initial_state"], arguments["q"], arguments["v"]
 
     def core(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
-        return _attention(sequences, None if start is None else state, arguments["scale"])
+        turned = [None if x is None else _turn(x, arguments["reverse"]) for x in sequences]
+        o, final = _attention(turned, None if start is None else state, arguments["scale"])
+        return _turn(o, arguments["reverse"]), final
 
     return run_recurrence(
         core,
@@ -107,7 +110,17 @@ def _attend(standard: Function, **arguments: Any) -> Any:
         output_final_state=arguments["output_final_state"],
         cu_seqlens=None,
         unpack=run_padded,
-        reverse=arguments["reverse"],
+    )
+
+
+def _turn(x: Tensor, reverse: Reverse) -> Tensor:
+    """`longseq.kernels.reading.turn`, of half of the rows as a single node, too."""
+    if reverse != "second_half":
+        return turn(x, reverse)
+    # How many of a row's first tokens change their order: one does not.
+    turned = torch.cat([torch.full((x.shape[0] // 2,), count) for count in (1, x.shape[1])])
+    return torch.onnx.ops.symbolic(
+        "ReverseSequence", (x, turned), {"batch_axis": 0, "time_axis": 1}, dtype=x.dtype, shape=x.shape
     )
 
 
@@ -134,6 +147,20 @@ def _convolve_step(
     return y.squeeze(1), state
 
 
+def _softplus(x: Any, beta: float = 1.0, threshold: float = 20.0) -> Any:
+    """log(1 + exp x) in float64, so that a token's decay has the same bits in any company.
+
+    onnxruntime computes logarithms of float32 four at a time, and rounds those of the last numbers differently.
+    """
+    from onnxscript import DOUBLE
+    from onnxscript import opset18 as op
+
+    assert beta == 1, "no mixer scales softplus"
+    powers = op.Exp(op.Cast(x, to=DOUBLE.dtype))
+    y = op.CastLike(op.Log(op.Add(powers, op.CastLike(1.0, powers))), x)
+    return op.Where(op.Greater(x, op.CastLike(threshold, x)), x, y)
+
+
 # For `longseq.kernels.dispatch.export_forms`.
 FORMS: Mapping[str, Function] = MappingProxyType(
     {
@@ -145,3 +172,5 @@ FORMS: Mapping[str, Function] = MappingProxyType(
         "short_convolution_step": _convolve_step,
     }
 )
+# For the exporter, in place of its own.
+TRANSLATIONS: Mapping[Any, Function] = MappingProxyType({torch.ops.aten.softplus.default: _softplus})
