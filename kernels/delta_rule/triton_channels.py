@@ -49,7 +49,7 @@ from longseq.kernels.triton_launch import (
 LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
     (2, width): {
         "sum_gates": Launch(0, 0, 4, 1),
-        "relate": Launch(64, 0, 4, 1, 168) if width == 64 else Launch(128, 0, 4, 1),
+        "relate": Launch(64, 0, 4, 1, 168 if width == 64 else None),
         "relate_blocks": Launch(64, 0, 4, 1),
         "prepare": Launch(64, 0, 4, 1) if width == 64 else Launch(128, 0, 8, 1),
         "prepare_inverse": Launch(64, 0, 4, 1, 168),
