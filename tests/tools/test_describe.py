@@ -70,10 +70,6 @@ def test_state_counts_every_reading() -> None:
     assert describe_small(mixer="attention")["state"] == []
 
 
-def test_a_named_backend_is_the_one_that_runs() -> None:
-    assert describe_small(mixer="deltanet", backend="reference")["operations"]["delta_rule"]["runs"] == ["reference"]
-
-
 def compose_describe(*overrides: str) -> DictConfig:
     with initialize_config_module("longseq.conf", version_base="1.3"):
         return compose("describe", list(overrides))
