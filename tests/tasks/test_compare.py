@@ -185,16 +185,6 @@ def test_rows_replace_what_every_run_has_and_runs_take_as_many_gpus_as_they_need
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "models"), [("digits", 6)])
-def test_comparisons_of_the_tables_can_be_planned(name, models, tmp_path):
-    root = ["data.root=FOLDER"] if name != "digits" else []
-    with initialize_config_module("longseq.conf", version_base="1.3"):
-        keys = compare.read_keys(compose("compare", [f"comparison={name}", f"output={tmp_path}", "seeds=[0]", *root]))
-        configs = [trial.config for trial in compare.plan(keys, root)]
-    assert len({(one["model"]["name"], str((one.get("mixer") or {}).get("name"))) for one in configs}) == models
-
-
-@pytest.mark.slow
 def test_a_comparison_that_is_stopped_ends_its_runs(tmp_path, monkeypatch):
     script = tmp_path / "endless.py"
     script.write_text(ENDLESS)
