@@ -13,7 +13,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,12 +21,10 @@ from forked import SCRIPT, start_fork, start_others_as_forks
 from lightning.pytorch.strategies.launchers import subprocess_script
 
 import longseq
-from longseq import mixers, plugins, timm_script
-from longseq.tasks import comparison_runs, registry
-from longseq.tasks.image import sources
-from longseq.tasks.probe import generators
+from longseq import plugins, timm_script
+from longseq.tasks import comparison_runs
 from longseq.tasks.training import checkpoint as checkpoints
-from longseq.tools import cli, export
+from longseq.tools import cli
 
 HERE = Path(__file__).resolve().parent
 
@@ -175,23 +172,6 @@ def test_a_program_for_timm_has_the_models(
     monkeypatch.setattr(sys, "argv", ["timm_script", str(program), *words])
     timm_script.main()
     assert capsys.readouterr().out == "__main__ {'DeltaNet'}\n"
-
-
-@pytest.mark.parametrize(
-    "register",
-    [
-        lambda: mixers.register("deltanet")(mixers.Mixer),
-        lambda: sources.register_source("digits")(sources.digits),
-        lambda: sources.register_source("hfds/mine")(sources.digits),
-        lambda: generators.register("mqar")(generators.mqar),
-        lambda: export.register_format("onnx", ".mine", export.torchscript_file),
-        lambda: export.register_format("mine", ".onnx", export.torchscript_file),
-        lambda: registry.register("image", object()),
-    ],
-)
-def test_a_name_that_is_taken_is_refused(register: Callable[[], object]) -> None:
-    with pytest.raises(ValueError, match=r"another name|there already|taken|already"):
-        register()
 
 
 @pytest.mark.slow

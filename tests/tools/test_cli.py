@@ -120,12 +120,6 @@ def test_a_path_needs_no_quotes_of_its_own(monkeypatch) -> None:
     assert cli.quote("train", "output=~/runs") == "output=/home/no one/runs"
 
 
-def test_output_is_the_folder_of_the_run_and_of_a_sweep() -> None:
-    assert cli.overrides_for_hydra("train", ["output=here"]) == ["hydra.run.dir=here"]
-    assert cli.overrides_for_hydra("train", ["-m", "output=here"]) == ["-m", "hydra.sweep.dir=here"]
-    assert cli.overrides_for_hydra("predict", ["output=here.csv"]) == ["output=here.csv"]
-
-
 @pytest.mark.slow
 def test_one_bad_trial_does_not_end_a_sweep(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
