@@ -14,6 +14,7 @@ import pytest
 import timm
 import torch
 from documents import make_rows, write_jsonl
+from export_programs import share_program
 from hydra import compose, initialize_config_module
 from PIL import Image
 
@@ -90,10 +91,12 @@ def test_small_files(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFix
     for number in range(5):
         pixels = np.random.default_rng(number).integers(0, 256, (8, 8), np.uint8)
         Image.fromarray(pixels).save(tmp_path / f"{number}.png")
-    with pytest.raises(ValueError, match=r"precision=int8: val/\w+ goes from .* allowed_drop=-1"):
-        export_to(checkpoint, "worse.onnx", "precision=int8", "allowed_drop=-1")
-    assert not list(checkpoint.parent.glob("worse*"))
-    small = export_to(checkpoint, "small.onnx", "precision=int8", "allowed_drop=0.2")
+    with pytest.MonkeyPatch.context() as patch:
+        share_program(patch)
+        with pytest.raises(ValueError, match=r"precision=int8: val/\w+ goes from .* allowed_drop=-1"):
+            export_to(checkpoint, "worse.onnx", "precision=int8", "allowed_drop=-1")
+        assert not list(checkpoint.parent.glob("worse*"))
+        small = export_to(checkpoint, "small.onnx", "precision=int8", "allowed_drop=0.2")
     assert "int8: " in capsys.readouterr().out
     assert json.loads(Path(f"{small}.json").read_text())["precision"] == "int8"
     rows, wanted = classify(small, tmp_path), classify(checkpoint, tmp_path)
