@@ -109,8 +109,7 @@ def test_masked_tokens_have_the_features_of_zero(interpreted, backend):
 
 
 @pytest.mark.parametrize(
-    ("way", "dtype", "backend"),
-    [("dense", torch.bfloat16, "torch"), ("masked", torch.float16, "triton")],
+    ("way", "dtype", "backend"), [("dense", torch.bfloat16, "torch"), ("masked", torch.float16, "triton")]
 )
 def test_precisions(interpreted, way, backend, dtype):
     inputs = draw(way, dtype=dtype)

@@ -257,10 +257,7 @@ ERRORS_OF_KERNELS = [
     OutOfResources(300_000, 232_448, "shared memory"),
     RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
 ]
-ERRORS_OF_THE_MOMENT = [
-    RuntimeError("Triton Error [CUDA]: out of memory"),
-    OSError(28, "No space left on device"),
-]
+ERRORS_OF_THE_MOMENT = [RuntimeError("Triton Error [CUDA]: out of memory"), OSError(28, "No space left on device")]
 
 
 @pytest.mark.parametrize("error", [*ERRORS_OF_KERNELS, *ERRORS_OF_THE_MOMENT], ids=str)

@@ -255,11 +255,7 @@ def compose_verb(verb: str, *words: str) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mixer", "tokenizer"),
-    [
-        ("lattice", "bytes"),
-        ("deltanet", "of special tokens, with one of its own in front"),
-    ],
+    ("mixer", "tokenizer"), [("lattice", "bytes"), ("deltanet", "of special tokens, with one of its own in front")]
 )
 def test_a_program_without_longseq_continues_a_text_as_generate_does(
     mixer: str, tokenizer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -70,10 +70,7 @@ def test_images(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
         pixels = np.random.default_rng(number).integers(0, 256, (8, 8), np.uint8)
         Image.fromarray(pixels).save(tmp_path / f"{number}.png")
     (tmp_path / "broken.png").write_bytes(b"no image")
-    files = [
-        export_to(checkpoint, "plain.onnx"),
-        export_to(checkpoint, "pixels.pt", "preprocess=true", "softmax=true"),
-    ]
+    files = [export_to(checkpoint, "plain.onnx"), export_to(checkpoint, "pixels.pt", "preprocess=true", "softmax=true")]
     metrics, rows = measure(checkpoint, "split=val"), classify(checkpoint, tmp_path)
     assert len({row["class_1"] for row in rows}) > 1, "a constant would not show which file runs"
     facts = call(describe.run, "describe", f"checkpoint={checkpoint}")

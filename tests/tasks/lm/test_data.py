@@ -51,10 +51,7 @@ def as_lists(batches: Iterator[TokenBatch]) -> list[tuple[Any, ...]]:
 def test_every_byte_of_a_split_is_measured_once(tokens: Path, packing: str) -> None:
     data = make(source="tokens", root=str(tokens), packing=packing)
     told = json.loads((tokens / "manifest.json").read_text())["splits"]
-    for split, name, loader in (
-        ("val", "validation", data.val_dataloader()),
-        ("test", "test", data.test_dataloader()),
-    ):
+    for split, name, loader in (("val", "validation", data.val_dataloader()), ("test", "test", data.test_dataloader())):
         batches = list(loader)
         assert sum(inputs.byte_count for inputs, _ in batches) == told[name]["bytes"] == data.info.text_bytes[split]
         assert sum(inputs.units for inputs, _ in batches) == told[name]["tokens"]

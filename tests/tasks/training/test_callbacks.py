@@ -10,7 +10,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.plugins import MixedPrecision
 
 from longseq.tasks import train
-from longseq.tasks.training.callbacks.checkpoint import BestCheckpoint, LastCheckpoint
+from longseq.tasks.training.callbacks.checkpoint import LastCheckpoint
 from longseq.tasks.training.callbacks.weights import ExponentialMovingAverage, NonFiniteError, NonFiniteStop
 from longseq.tasks.training.trainer import build_trainer
 
@@ -86,10 +86,7 @@ def test_an_interrupted_validation_leaves_the_weights_as_trained(tiny):
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (
-            lambda task: task.backbone.get_parameter(INNER).data.fill_(float("nan")),
-            f"parameter {INNER} went",
-        ),
+        (lambda task: task.backbone.get_parameter(INNER).data.fill_(float("nan")), f"parameter {INNER} went"),
         (
             lambda task: task.backbone.get_parameter(HEAD).register_hook(lambda gradient: gradient * float("inf")),
             "gradient of parameter head.weight went non-finite first while the loss was finite",
@@ -158,11 +155,26 @@ def test_infinite_gradients_under_a_loss_scaler_do_not_stop(tiny):
     assert torch.isfinite(task.backbone.get_parameter(HEAD)).all()
 
 
+class Norms(Callback):
+    """Notes the norm of the gradients with which each update was made."""
+
+    def __init__(self):
+        self.found = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        gradients = [x.grad.flatten() for x in pl_module.parameters() if x.grad is not None]
+        self.found.append(float(torch.cat(gradients).norm()))
+
+
+@pytest.mark.parametrize(("precision", "fused"), [("bf16-mixed", False), ("32-true", True), ("bf16-mixed", True)])
 @pytest.mark.slow
-def test_of_equally_good_checkpoints_the_latest_is_kept(tiny, tmp_path):
+def test_a_fused_optimizer_clips_too(fused, precision, tiny):
     config = tiny(
-        "recipe.epochs=3", "recipe.learning_rate=0", "recipe.schedule.min_lr=0", "recipe.schedule.warmup_lr=0"
+        f"+recipe.optimizer.fused={str(fused).lower()}",
+        "recipe.gradient_clip=1e-3",
+        f"trainer.precision={precision}",
+        "recipe.epochs=null",
+        "recipe.updates=2",
     )
-    fit(config, best := BestCheckpoint(str(tmp_path), "val/top1", "max"))
-    assert torch.load(best.best_model_path, weights_only=True)["epoch"] == 2
-    assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["best.ckpt"]
+    fit(config, norms := Norms())
+    assert norms.found == pytest.approx([1e-3, 1e-3], rel=1e-2)

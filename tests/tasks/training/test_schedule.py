@@ -166,11 +166,7 @@ SCHEDULES = {
 
 
 def layered(schedule):
-    training = Training(
-        learning_rate=1.0,
-        optimizer=by_layer,
-        schedule=lambda optimizer, **_: (schedule(optimizer), 0),
-    )
+    training = Training(learning_rate=1.0, optimizer=by_layer, schedule=lambda optimizer, **_: (schedule(optimizer), 0))
     kept = Rates()
     module = Measured(training)
     module.backbone = TwoLayers()

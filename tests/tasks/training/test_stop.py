@@ -254,24 +254,6 @@ def stopping(method: str, update: int, error: Exception | None = None):
 
 
 @pytest.mark.slow
-def test_a_stop_after_the_last_validation_of_a_run_within_an_epoch_loses_nothing(whole, tiny, tmp_path, capsys):
-    with stopping("on_validation_end", 11), pytest.raises(SystemExit):
-        train.run(tiny(*WRITTEN, *UPDATES))
-    assert "stopped; saved as of update 11: " in capsys.readouterr().err
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ImageClassifier, "training_step", lambda *_: pytest.fail("all updates are done"))
-        train.run(tiny(*WRITTEN, *UPDATES, "resume=true"))
-    last, best, _, measured, *_ = result(tmp_path / "run")
-    states = whole(UPDATES)
-    assert (last["state_dict"], last["optimizer_states"], best) == (
-        states[0]["state_dict"],
-        states[0]["optimizer_states"],
-        states[1],
-    )
-    assert measured == states[3]
-
-
-@pytest.mark.slow
 def test_a_validation_that_a_resumed_run_has_done_is_not_done_again(whole, tiny, tmp_path):
     words = UPDATES
     for stop in (stopping("on_validation_epoch_start", 4, OSError("unplugged")), stopping("on_validation_end", 4)):
