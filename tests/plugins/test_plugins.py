@@ -111,7 +111,7 @@ def test_an_installed_plug_in_trains_evaluates_exports_describes_and_compares(ru
 
 
 @pytest.mark.slow
-def test_a_run_that_uses_a_plug_in_resumes(runs: Path) -> None:
+def test_a_module_of_the_working_folder_trains_resumes_and_is_in_every_process(runs: Path) -> None:
     output = (runs / "output.txt").read_text()
     assert "continuing from local/checkpoints/last.ckpt" in output
     last = torch.load(runs / "local" / "checkpoints" / "last.ckpt", weights_only=True)
@@ -123,15 +123,10 @@ def test_a_run_that_uses_a_plug_in_resumes(runs: Path) -> None:
         rows = list(csv.DictReader(file))
     assert metrics["test/upper"] == sum(int(row["upper"]) for row in rows) / 16
 
-
-@pytest.mark.slow
-def test_every_process_of_a_run_has_the_module_of_the_working_folder(runs: Path) -> None:
     assert {file.name for file in (runs / "ranks").glob("rank*")} == {"rank0", "rank1"}
     assert recorded(runs / "ranks" / "checkpoints" / "best.ckpt")["plugins"] == ["my_module"]
 
-
-@pytest.mark.slow
-def test_a_spawned_data_worker_has_the_module_of_the_working_folder(runs: Path) -> None:
+    # A spawned data worker has read them.
     assert json.loads((runs / "local" / "evaluation_test.json").read_text())["test/images"] == 16
 
 

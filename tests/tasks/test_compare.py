@@ -95,7 +95,7 @@ def test_failed_runs_are_told_and_tried_again(tmp_path, monkeypatch, capsys):
     assert all(entry["metrics"]["test/accuracy"]["runs"] == 2 for entry in results_of(tmp_path)["summary"])
     assert {path.read_text() for path in tmp_path.glob("compared/runs/*/gpu")} == {"4", "6"}
     monkeypatch.setenv("SILENT", "1")
-    assert comparing(monkeypatch, tmp_path, script, *sweep, "seeds=[2]") == 2
+    assert comparing(monkeypatch, tmp_path, script, *sweep, "seeds=[2]", "learning_rates=[0.1,0.2]") == 2
     assert "val/accuracy does not say which values are better" in capsys.readouterr().err
 
 

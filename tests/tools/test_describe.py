@@ -97,12 +97,9 @@ def test_describes_a_language_model(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "words"), [("mixers", ["deltanet", "35,072", "0.73 M", "delta_rule"]), ("models", ["6,852,904"])]
-)
-def test_lists_are_printed(name: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    run(compose_describe(f"list={name}"))
+def test_a_list_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    run(compose_describe("list=mixers"))
     printed = capsys.readouterr().out
-    assert all(word in printed for word in words)
-    run(compose_describe(f"list={name}", "format=json"))
+    assert all(word in printed for word in ("deltanet", "35,072", "0.73 M", "delta_rule"))
+    run(compose_describe("list=mixers", "format=json"))
     assert json.loads(capsys.readouterr().out)

@@ -269,10 +269,11 @@ def test_a_validation_that_a_resumed_run_has_done_is_not_done_again(whole, tiny,
 
 @pytest.mark.slow
 def test_two_processes_stop_before_a_validation(tmp_path, tiny_overrides):
-    words = (*tiny_overrides, *WRITTEN, *EPOCHS, "trainer=ddp_sim", "plugins=[stopper]")
+    words = (*tiny_overrides, *WRITTEN, *EPOCHS[:2], "trainer=ddp_sim", "plugins=[stopper]", "callbacks.samples=null")
+    words += tuple(f"+trainer.limit_{stage}_batches=2" for stage in ("train", "val", "test"))
     for output, more, environment, code in (
         ("whole", (), {}, 0),
-        ("run", (), {"STOP": "12"}, 143),
+        ("run", (), {"STOP": "4"}, 143),
         ("run", ("resume=true",), {}, 0),
     ):
         process = start_fork(
@@ -280,5 +281,5 @@ def test_two_processes_stop_before_a_validation(tmp_path, tiny_overrides):
         )
         _, errors = process.communicate(timeout=100)
         assert process.returncode == code, errors
-        assert ("stopped; saved as of update 12: " in errors) == (code == 143), errors
+        assert ("stopped; saved as of update 4: " in errors) == (code == 143), errors
     assert result(tmp_path / "run") == result(tmp_path / "whole")
