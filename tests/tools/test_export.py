@@ -31,6 +31,7 @@ from longseq.tools.export.checked_file import TRACED_BATCH
 from longseq.tools.export.formats import SUFFIXES
 from longseq.tools.export.metadata import classifier_metadata, encode
 from longseq.tools.export.parity import probe_images
+from longseq.tools.export.precision import convert
 
 PROGRAM = Path(__file__).resolve().parents[2] / "docs" / "programs" / "read_image.py"
 VIM, VIT = "longseq_tiny_patch16_224", "longseq_vit_tiny_patch16_224"
@@ -163,6 +164,10 @@ def test_dynamic_resolution(
         path = tmp_path / ("model" + SUFFIXES[format])
         export_image_classifier(model, path, format=format, data=DATA, dynamic_resolution=True, batch_sizes=(1, 3))
         torch.testing.assert_close(FORMATS[format].open_file(path)(images), expected, atol=1e-4, rtol=0)
+        if format == "onnx":  # with layers in float16 beside the loop
+            convert(path, half := path.with_name("half.onnx"), "float16")
+            assert half.stat().st_size < path.stat().st_size
+            assert 0 < (onnx_file.open_file(half)(images) - expected).abs().max() < 3e-3 * expected.abs().max()
 
 
 @pytest.mark.slow
