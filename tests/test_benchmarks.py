@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import runpy
 import sys
@@ -13,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 from forked import start_fork
-
-from longseq.backbones.tokens import TokenBackbone
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "benchmarks"
@@ -91,23 +88,6 @@ def test_models_are_timed_in_training_inference_and_decoding(tmp_path):
     training, packed, decoding = rows_of(tmp_path / "rows.json")
     assert training["training_tokens_of_first"] == packed["training_tokens_of_first"] == 1.0
     assert decoding["decoding_tokens_of_first"] == decoding["generation_tokens_of_first"] == 1.0
-
-
-@pytest.mark.slow
-def test_exported_files_are_measured_like_their_model(script, tmp_path):
-    exported = script("exported")
-    torch.manual_seed(0)
-    model = TokenBackbone(vocab_size=257, d_model=16, depth=1, mixer="linear_attention")
-    model.text = {"tokenizer": {"kind": "bytes"}, "window": 32}
-    model.save_pretrained(tmp_path / "model")
-    words = (f"checkpoint={tmp_path / 'model'}", f"output={tmp_path / 'file.pt'}", "batch_sizes=[1]", "latency=false")
-    exported.call(exported.export.run, "export", *words)
-    outputs = []
-    for file in ("model", "file.pt"):
-        keys = argparse.Namespace(checkpoint=tmp_path / file, outputs=tmp_path / "outputs", seconds=0.01, metric=None)
-        assert min(exported.measure(keys)[name] for name in ("ms_of_1", "ms_of_32")) > 0
-        outputs.append(torch.load(keys.outputs))
-    torch.testing.assert_close(*outputs, atol=1e-5, rtol=0)
 
 
 @pytest.mark.slow

@@ -121,7 +121,9 @@ def run_longseq(words: Sequence[str]) -> None:
 def shorten(words: list[str]) -> list[str]:
     """The arguments of an example as they run here: on the CPU, for a few batches, and the first run of a sweep."""
     words = [INSTEAD.get(word, word.split(",")[0] if "-m" in words else word) for word in words]
-    added: tuple[str, ...] = {"prepare": ("processes=1",), "export": ("latency=false",)}.get(words[0], ())
+    added: tuple[str, ...] = {"prepare": ("processes=1",), "export": ("latency=false", "batch_sizes=[1]")}.get(
+        words[0], ()
+    )
     if words[0] == "train" and not {"--help", "--cfg"} & {*words}:
         if "task=document" in words:
             source = () if "data=documents" in words else ("data=documents", "data.root=DOCUMENTS.jsonl")

@@ -200,21 +200,6 @@ def test_a_classifier_is_saved_with_every_argument(tmp_path: Path) -> None:
     assert "pipeline_tag: text-classification" in (tmp_path / "README.md").read_text()
 
 
-def test_the_body_is_a_language_models() -> None:
-    options: dict[str, Any] = {"vocab_size": 7, "d_model": 16, "depth": 2, "positions": "learned", "max_length": 9}
-    torch.manual_seed(3)
-    language = TokenBackbone(**options)
-    torch.manual_seed(3)
-    model = TextClassifier(num_classes=2, **options)
-    names = {name for name in model.state_dict() if not name.startswith("body.")}
-    assert names == {"head.weight", "head.bias"}
-    assert {f"body.{name}" for name in language.state_dict()} == set(model.state_dict()) - names
-    for name, value in language.state_dict().items():
-        assert torch.equal(value, model.body.state_dict()[name]), name
-    assert model.no_weight_decay() == {f"body.{name}" for name in language.no_weight_decay()}
-    assert model.flops(9) == language.flops(9) - 2 * 9 * 16 * 7 + 2 * 16 * 2
-
-
 def language_model(mixer: str = "deltanet", **options: Any) -> TokenBackbone:
     torch.manual_seed(5)
     usual = {"vocab_size": 7, "d_model": 16, "depth": 1, "mlp": None, "tie_embeddings": False, "mixer": mixer}

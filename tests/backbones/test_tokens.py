@@ -81,15 +81,6 @@ def test_splits_steps_and_packed_rows_are_the_whole(mixer: str) -> None:
     assert packed_state.position.tolist() == [13, 13]
 
 
-@pytest.mark.parametrize("depth", [1, 3])
-def test_the_state_of_another_depth_is_refused(depth: int) -> None:
-    model, tokens = make(depth=2), make_tokens(2)
-    _, state = make(depth=depth)(tokens)
-    for read in (lambda: model(tokens, state), lambda: model.step(tokens[:, 0], state)):
-        with pytest.raises(ValueError, match=f"the state has {depth} layers and the model 2"):
-            read()
-
-
 @pytest.mark.parametrize("mixer", ["deltanet", HYBRID])
 def test_generation_continues_as_the_model_would(mixer: str) -> None:
     model = make(mixer)

@@ -135,7 +135,7 @@ def test_recomputing_changes_nothing(direction: str) -> None:
 
 @pytest.mark.slow
 def test_compiling_changes_nothing() -> None:
-    model, tokens = language_model(depth=2, mixer="rwkv7"), draw_tokens()[:, :2]
+    model, tokens = language_model(depth=2, mixer="rwkv7"), draw_tokens()[:, :1]
     expected = gradients(model, tokens)
     torch._dynamo.reset()
     compiled: Any = torch.compile(model, fullgraph=True, backend="eager")
@@ -158,13 +158,3 @@ def test_image_models_show_the_residual_without_values(direction: str, place: st
         block.register_forward_hook(lambda *_: None)
     assert_same(model.forward_features(x), features)
     assert_same(model.forward_features(x, attn_mask=mask), masked)
-
-
-def test_only_models_with_a_later_layer_pass_values() -> None:
-    one, without = (
-        language_model(depth=2, mixer="rwkv7+deltanet"),
-        language_model(mixer_options={"rwkv7": {"value_residual": False}}),
-    )
-    for model in (one, without):
-        assert not any(isinstance(block(torch.randn(1, 3, 16).double())[0], tuple) for block in model.blocks)
-    assert language_model().blocks[2].mixer.value_base is not None

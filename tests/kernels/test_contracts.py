@@ -345,7 +345,8 @@ def test_backward_keeps_less_than_the_states_of_all_tokens(op):
 
 
 # Layers of these are compiled in test_directions.py and test_contract.py of mixers; slot attention is two linear ones.
-COMPILED_IN_LAYERS = ("longhorn_scan", "recursive_least_squares", "slot_attention", "variational_linear_attention")
+COMPILED_IN_LAYERS = ("delta_rule", "longhorn_scan", "orthogonal_recurrence", "recursive_least_squares")
+COMPILED_IN_LAYERS += ("slot_attention", "variational_linear_attention")
 
 
 @pytest.mark.slow

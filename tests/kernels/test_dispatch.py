@@ -45,13 +45,6 @@ def test_a_named_backend_runs_or_is_refused_with_every_reason(scratch_op):
         dispatch.select(scratch_op, "picky", call(K=5))
 
 
-def test_explain_lists_reasons_by_backend(scratch_op):
-    assert explain(scratch_op) == {"picky": ["needs a GPU"], "plain": []}
-    assert explain(scratch_op, device="cuda", sizes={"K": 3})["picky"] == ["K is 3, but must be even"]
-    with pytest.raises(ValueError, match="unknown operation 'other': choose one of scratch"):
-        explain("other")
-
-
 @pytest.mark.parametrize("op", list_ops())
 def test_each_tensor_of_another_size_is_refused_by_name(op):
     for variant in list_variants(op):

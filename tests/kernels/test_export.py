@@ -65,10 +65,10 @@ def check(run, op, variant, sizes):
 @pytest.mark.parametrize(("op", "variant"), [case for case in CASES if case not in IN_OTHERS])
 def test_torch_export_and_the_onnx_file_made_of_it(op, variant):
     over_time = (op, variant) not in FIXED
-    tokens = 70 if over_time else 10  # three small chunks, the last not full
+    tokens = 70 if over_time else 5  # three small chunks, the last not full
     inputs, tensors = draw(op, variant, 2, tokens)
     axes = dynamic_axes(inputs, (torch.export.Dim.DYNAMIC,) * 2, over_time)
-    call = Call(inputs, chunk_size=4) if (op, variant) in SMALL_CHUNKS else Call(inputs)
+    call = Call(inputs, chunk_size=2) if (op, variant) in SMALL_CHUNKS else Call(inputs)
     with torch.no_grad():
         program = torch.export.export(call, (tensors,), dynamic_shapes=(axes,))
     operators = [node.target for node in program.graph.nodes if node.op == "call_function"]

@@ -1,4 +1,4 @@
-"""What repeated calls skip: the choice of a backend with its checks, and Triton's inspection of all arguments."""
+"""What repeated launches of a kernel skip: Triton's inspection of all arguments."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 import torch
 from cases import cases
 
 from longseq import kernels
-from longseq.kernels import dispatch
-from longseq.kernels.operation import dispatched
 from longseq.kernels.triton_launch import Prepared
 
 
@@ -66,39 +63,6 @@ def test_other_types_and_alignments_are_compiled_anew():
         launch(*call)
     assert len(kernel.slow) == 4  # addresses that 16 divides are alike
     assert len(kernel.fast) == 2 * len(calls) - 4
-
-
-@pytest.fixture
-def asked(monkeypatch):
-    """An operation whose choices are remembered on the CPU; it records the shapes of each choice."""
-    asked = []
-    monkeypatch.setattr(dispatch, "_LOCAL", {})
-    preferred, other = (
-        dispatch.Backend("triton", lambda x, other: "triton"),
-        dispatch.Backend("torch", lambda **_: "torch"),
-    )
-    dispatch.register_local("example", preferred, other)
-
-    def judge(op, x, other):
-        asked.append(tuple(x.shape))
-        return dispatch.Call(x.device, x.dtype)
-
-    def example(x, other=None, *, backend="auto"):
-        """An example."""
-
-    return dispatched("example", example, judge, None), asked
-
-
-def test_a_choice_is_made_once_for_calls_that_are_alike(asked):
-    call, shapes = asked
-    x = torch.zeros(2, 3)
-    for given in ((x,), (x + 1,), (x.T.contiguous().T,), (x, x), (x, x.clone()), (x.half(),)):
-        assert call(*given) == "triton"
-    assert len(shapes) == 3
-    assert call(x=x) == call(x=x + 1) == call(x=x, backend="auto") == call(x=x + 1, backend="auto") == "triton"
-    assert len(shapes) == 5
-    assert call(x[:1]) == "triton"
-    assert shapes[5:] == [(1, 3)]
 
 
 def list_unguarded_launches(node: ast.AST) -> Iterator[ast.Call]:

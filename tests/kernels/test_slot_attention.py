@@ -33,12 +33,6 @@ def test_a_weak_write_is_not_lost_in_float32():
     torch.testing.assert_close(o[0, :, 0, 0], 1e-9 * torch.arange(1.0, 5.0))
 
 
-def test_one_gate_at_a_time():
-    inputs = make_inputs("linear_attention", "value_gated")
-    with pytest.raises(ValueError, match="g and g_value are both given"):
-        linear_attention(**inputs.sequences, g=inputs.sequences["k"])
-
-
 def test_a_value_gate_is_a_key_gate_of_the_transposed_state():
     """oᵀ x = xᵀ Sᵀ q: reading S at q and its transpose at x gives the same number."""
     inputs = make_inputs("linear_attention", "value_gated")

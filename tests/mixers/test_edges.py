@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from cases import cases
-from torch import Tensor, nn
+from torch import Tensor
 
 from longseq import mixers
 from longseq.blocks.reading import reading_orders
@@ -91,30 +91,3 @@ def test_a_state_of_other_rows_is_refused(name: str) -> None:
             mixer.step(torch.randn(rows, D_MODEL), state)
     with pytest.raises(ValueError, match="the state is one of 1 sequences, and 2 are read"):
         mixer.step(torch.randn(2, D_MODEL), mixer.initial_state(1))
-
-
-class Wrapper(nn.Module):
-    """A layer around another one, such as that of an adapter, that has no weight of its own."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)
-
-
-@pytest.mark.slow
-@cases("name", mixers.mixer_names())
-def test_layers_inside_of_others_read_the_same(name: str) -> None:
-    torch.manual_seed(0)
-    mixer, x = mixers.create(name, 16).eval(), torch.randn(2, 9, 16)
-    with torch.no_grad():
-        expected, state = mixer(x[:, :6])
-        for part in [*mixer.modules()]:
-            for child_name, child in [*part.named_children()]:
-                if isinstance(child, nn.Linear):
-                    setattr(part, child_name, Wrapper(child))
-        torch.testing.assert_close(mixer(x[:, :6])[0], expected)
-        cache = mixer.preallocate(state, 9) if mixer.preallocates else state
-        torch.testing.assert_close(mixer(x[:, 6:], cache)[0], mixer(x)[0][:, 6:])

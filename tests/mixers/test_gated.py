@@ -1,4 +1,4 @@
-"""The mixers with decays: extreme gates, and what they report."""
+"""Extreme gates of mixers with decays, and what mixers report; VLA's inverse and RG-LRU's root."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from longseq import mixers
+from longseq.mixers.rg_lru import sqrt_one_minus_square
 
 D_MODEL = 32
 TOKENS = 21
@@ -52,3 +53,51 @@ def test_key_write_norm_is_the_norm_of_what_is_written() -> None:
         torch.testing.assert_close(measure(mixer, x)["key_write_norm"], beta.mean().float())
     mixer = make("gated_deltanet", num_heads=1, key_norm="l1")
     assert measure(mixer, make_tokens())["key_write_norm"] < 0.5, "keys of l1 norm one are shorter in l2"
+
+
+def test_a_fixed_inverse_has_no_penalty_to_learn() -> None:
+    mixer = make("vla", update_penalty=False)
+    assert mixer.penalty is None
+    _, state = mixer(make_tokens())
+    assert torch.equal(state.inverse, mixer.initial_state(2, dtype=torch.float64).inverse)
+    assert mixer.flops(10) < make("vla").flops(10)
+    assert mixers.check("vla", laws=["flops_are_those_of_the_steps"], update_penalty=False) == ()
+
+
+def test_it_reports_the_norm_of_its_memory_and_the_health_of_its_inverse() -> None:
+    mixer = make("vla")
+    mixer.observed = {}
+    _, state = mixer(make_tokens())
+    norm = torch.linalg.matrix_norm(state.memory).mean().float()
+    torch.testing.assert_close(mixer.observed["state_norm"], norm)
+    smallest = torch.linalg.eigvalsh(state.inverse).min().float()
+    torch.testing.assert_close(mixer.observed["smallest_eigenvalue"], smallest)
+    assert 0 < smallest < 10
+    mixer(make_tokens() * torch.nan)
+    assert mixer.observed["smallest_eigenvalue"].isnan()
+
+
+@pytest.mark.parametrize("level", [-200.0, 200.0], ids=["closed", "open"])
+def test_gradients_are_finite_where_the_gates_saturate(level: float) -> None:
+    torch.manual_seed(0)
+    mixer = mixers.create("rg_lru", 16)
+    with torch.no_grad():
+        mixer.gate_bias.fill_(level)
+    x = torch.randn(2, 21, 16, requires_grad=True)
+    mixer.observed = {}
+    y, state = mixer(x)
+    assert mixer.observed["gate_saturation"] == 1
+    (y.square().sum() + state.memory.square().sum()).backward()
+    assert all(part.grad.isfinite().all() for part in (x, *mixer.parameters()))
+
+
+def test_the_root_is_exact_near_one_and_has_a_gradient_at_one() -> None:
+    log_a = torch.tensor([-1e-9, -1e-4, -1.0, -50.0], requires_grad=True)
+    exact = (1 - (2 * log_a.double()).exp()).sqrt()
+    torch.testing.assert_close(sqrt_one_minus_square(log_a).double(), exact, rtol=2e-7, atol=0)
+    at_one = torch.zeros(1, requires_grad=True)
+    root = sqrt_one_minus_square(at_one)
+    root.sum().backward()
+    assert root.item() < 1e-18
+    assert at_one.grad is not None
+    assert at_one.grad.isfinite().all()

@@ -1,25 +1,10 @@
-"""Mixers by name, and the messages for a wrong name or option."""
+"""What every registered mixer has: its heads and its source."""
 
 from __future__ import annotations
 
 import pytest
 
 from longseq import mixers
-
-
-def test_unknown_name_lists_the_names_and_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"unknown mixer 'longhron': did you mean 'longhorn'\?"):
-        mixers.create("longhron", 32)
-
-
-def test_unknown_option_lists_the_options() -> None:
-    with pytest.raises(ValueError, match="'mamba' has no option heads; its options are "):
-        mixers.create("mamba", 32, heads=4)
-
-
-def test_a_name_is_taken_once() -> None:
-    with pytest.raises(ValueError, match="'mamba' is taken by Mamba"):
-        mixers.register("mamba")(mixers.get("longhorn"))
 
 
 @pytest.mark.parametrize(("width", "heads", "dim"), [(192, 3, 64), (256, 2, 128), (96, 3, 32), (30, 15, 2)])

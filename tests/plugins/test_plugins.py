@@ -13,7 +13,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,12 +21,10 @@ from forked import SCRIPT, start_fork, start_others_as_forks
 from lightning.pytorch.strategies.launchers import subprocess_script
 
 import longseq
-from longseq import mixers, plugins, timm_script
-from longseq.tasks import comparison_runs, registry
-from longseq.tasks.image import sources
-from longseq.tasks.probe import generators
+from longseq import plugins, timm_script
+from longseq.tasks import comparison_runs
 from longseq.tasks.training import checkpoint as checkpoints
-from longseq.tools import cli, export
+from longseq.tools import cli
 
 HERE = Path(__file__).resolve().parent
 
@@ -114,7 +111,7 @@ def test_an_installed_plug_in_trains_evaluates_exports_describes_and_compares(ru
 
 
 @pytest.mark.slow
-def test_a_run_that_uses_a_plug_in_resumes(runs: Path) -> None:
+def test_a_module_of_the_working_folder_trains_resumes_and_is_in_every_process(runs: Path) -> None:
     output = (runs / "output.txt").read_text()
     assert "continuing from local/checkpoints/last.ckpt" in output
     last = torch.load(runs / "local" / "checkpoints" / "last.ckpt", weights_only=True)
@@ -126,15 +123,10 @@ def test_a_run_that_uses_a_plug_in_resumes(runs: Path) -> None:
         rows = list(csv.DictReader(file))
     assert metrics["test/upper"] == sum(int(row["upper"]) for row in rows) / 16
 
-
-@pytest.mark.slow
-def test_every_process_of_a_run_has_the_module_of_the_working_folder(runs: Path) -> None:
     assert {file.name for file in (runs / "ranks").glob("rank*")} == {"rank0", "rank1"}
     assert recorded(runs / "ranks" / "checkpoints" / "best.ckpt")["plugins"] == ["my_module"]
 
-
-@pytest.mark.slow
-def test_a_spawned_data_worker_has_the_module_of_the_working_folder(runs: Path) -> None:
+    # A spawned data worker has read them.
     assert json.loads((runs / "local" / "evaluation_test.json").read_text())["test/images"] == 16
 
 
@@ -175,23 +167,6 @@ def test_a_program_for_timm_has_the_models(
     monkeypatch.setattr(sys, "argv", ["timm_script", str(program), *words])
     timm_script.main()
     assert capsys.readouterr().out == "__main__ {'DeltaNet'}\n"
-
-
-@pytest.mark.parametrize(
-    "register",
-    [
-        lambda: mixers.register("deltanet")(mixers.Mixer),
-        lambda: sources.register_source("digits")(sources.digits),
-        lambda: sources.register_source("hfds/mine")(sources.digits),
-        lambda: generators.register("mqar")(generators.mqar),
-        lambda: export.register_format("onnx", ".mine", export.torchscript_file),
-        lambda: export.register_format("mine", ".onnx", export.torchscript_file),
-        lambda: registry.register("image", object()),
-    ],
-)
-def test_a_name_that_is_taken_is_refused(register: Callable[[], object]) -> None:
-    with pytest.raises(ValueError, match=r"another name|there already|taken|already"):
-        register()
 
 
 @pytest.mark.slow

@@ -79,25 +79,25 @@ def test_failed_runs_are_told_and_tried_again(tmp_path, monkeypatch, capsys):
     script = tmp_path / "stand_in.py"
     script.write_text(STAND_IN)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
-    sweep = ("trainer.accelerator=auto", "seeds=[0,1]", "mixers=[deltanet]", "learning_rates=[0.1,0.2]", "plot=false",
-             "sweep={model.depth: [1, 2]}", "jobs=2")  # fmt: skip
+    sweep = ("trainer.accelerator=auto", "seeds=[0,1]", "mixers=[deltanet]", "plot=false", "jobs=2",
+             "sweep={model.depth: [1, 2]}", "learning_rates=[0.2]")  # fmt: skip
     assert comparing(monkeypatch, tmp_path, script, *sweep) == 2
     error = capsys.readouterr().err
-    assert "4 of 8 runs failed, first: training diverged at step 3" in error
+    assert "2 of 4 runs failed, first: training diverged at step 3" in error
     summary = results_of(tmp_path)["summary"]
-    assert [(entry["learning_rate"], entry["failed"]) for entry in summary] == [(0.2, 2), (0.2, 2)]
+    assert [(entry["learning_rate"], entry["failed"]) for entry in summary] == [(0.2, 1), (0.2, 1)]
     assert [entry["metrics"]["test/accuracy"]["mean"] for entry in summary] == [0.2, 0.4]
 
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("compared/runs/*/metrics.json")}
-    assert len(before) == 4
+    assert len(before) == 2
     (tmp_path / "mended").touch()
     assert comparing(monkeypatch, tmp_path, script, *sweep) == 0
-    assert "8 runs, 4 of them finished before" in capsys.readouterr().out
+    assert "4 runs, 2 of them finished before" in capsys.readouterr().out
     assert all(path.stat().st_mtime_ns == changed for path, changed in before.items())
     assert all(entry["metrics"]["test/accuracy"]["runs"] == 2 for entry in results_of(tmp_path)["summary"])
     assert {path.read_text() for path in tmp_path.glob("compared/runs/*/gpu")} == {"4", "6"}
     monkeypatch.setenv("SILENT", "1")
-    assert comparing(monkeypatch, tmp_path, script, *sweep, "seeds=[2]") == 2
+    assert comparing(monkeypatch, tmp_path, script, *sweep, "seeds=[2]", "learning_rates=[0.1,0.2]") == 2
     assert "val/accuracy does not say which values are better" in capsys.readouterr().err
 
 
@@ -218,16 +218,6 @@ def test_rows_replace_what_every_run_has_and_runs_take_as_many_gpus_as_they_need
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "models"), [("digits", 6)])
-def test_comparisons_of_the_tables_can_be_planned(name, models, tmp_path):
-    root = ["data.root=FOLDER"] if name != "digits" else []
-    with initialize_config_module("longseq.conf", version_base="1.3"):
-        keys = compare.read_keys(compose("compare", [f"comparison={name}", f"output={tmp_path}", "seeds=[0]", *root]))
-        configs = [trial.config for trial in compare.plan(keys, root)]
-    assert len({(one["model"]["name"], str((one.get("mixer") or {}).get("name"))) for one in configs}) == models
-
-
-@pytest.mark.slow
 def test_a_comparison_that_is_stopped_ends_its_runs(tmp_path, monkeypatch):
     script = tmp_path / "endless.py"
     script.write_text(ENDLESS)
@@ -251,8 +241,6 @@ def test_a_comparison_that_is_stopped_ends_its_runs(tmp_path, monkeypatch):
     "words",
     [
         ("~data.options", "+data.options={vocab_size: 64}", "data.options.vocab_size=32", "+data.options={tokens: 32}"),
-        ("data.options.tokens=32", "~data.options.tokens"),
-        ("+trainer.profiler=simple", "trainer.profiler=advanced"),
         ("data.test=[{samples: 50, name: a b}, {samples: 60}]",),
     ],
     ids=" ".join,

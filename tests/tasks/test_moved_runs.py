@@ -119,17 +119,3 @@ def test_a_run_goes_on_with_its_own_data_alone(image_folder, tiny, tmp_path, cap
     train.run(tiny(*words, "resume=true"))
     assert "the data have changed: val has other files or labels than when the model was trained" in caplog.text
     assert json.loads((tmp_path / "run" / "metrics.json").read_text())["updates"] == 9
-
-
-@pytest.mark.slow
-def test_a_run_that_early_stopping_ended_is_only_tested(tiny, tmp_path):
-    stopping = "+callbacks.stopping={_target_: EarlyStopping, monitor: val/loss, patience: 1, min_delta: 100}"
-    words = ("recipe.epochs=5", "recipe.ema=null", "+trainer.limit_train_batches=2", "recipe.validate_every_epochs=2")
-    train.run(tiny(*words, stopping))
-    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
-    assert metrics["epochs"] == 4
-    (tmp_path / "run" / "metrics.json").unlink()
-    train.run(tiny(*words, stopping, "resume=true"))
-    again = json.loads((tmp_path / "run" / "metrics.json").read_text())
-    for key in ("epochs", "updates", "test/loss", "test/top1"):
-        assert again[key] == metrics[key], key

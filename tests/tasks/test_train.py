@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
+import signal
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked import run_longseq, start_fork
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from longseq.tasks import train
@@ -62,7 +65,10 @@ def test_a_run_writes_checkpoints_events_metrics_and_its_configuration(tiny, tmp
 
 
 @pytest.mark.slow
-def test_a_run_that_ends_before_its_model_is_written_is_finished_by_resume(tmp_path, command_here, tiny_overrides):
+def test_a_run_that_ends_before_its_model_is_written_is_finished_by_resume(
+    tmp_path, monkeypatch, command_here, tiny_overrides
+):
+    monkeypatch.setenv("LOCAL_RANK", "1")  # left by another job, and ignored
     words = ("train", *tiny_overrides, "recipe.epochs=1", "output=run")
     with pytest.MonkeyPatch.context() as patch:
 
@@ -77,14 +83,6 @@ def test_a_run_that_ends_before_its_model_is_written_is_finished_by_resume(tmp_p
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
     assert (tmp_path / "run" / "classes_val.csv").is_file()
     assert "this run is finished" in command_here(tmp_path, *words, "resume=true").stdout
-
-
-def test_a_rank_that_another_job_left_is_ignored(tmp_path, monkeypatch, command_here, tiny_overrides):
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    done = command_here(tmp_path, "train", *tiny_overrides, "recipe.epochs=1", "output=run")
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "run" / "metrics.json").is_file()
-    assert (tmp_path / "run" / "model").is_dir()
 
 
 INTERRUPTIBLE = (
@@ -242,3 +240,30 @@ def test_a_run_is_repeated_by_its_record(tmp_path, command_here, tiny_overrides)
     same_place = command_here(tmp_path, "train", "--config-dir=first", "--config-name", "config")
     assert same_place.returncode == 2
     assert "first holds a run already" in same_place.stderr
+
+
+def run_with_little_shared_memory() -> int:
+    """Run `longseq`, whose files, also those of shared memory, have at most 128 KiB; the images of a batch are 1 MB."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # as in a new process of Python
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 17, resource.RLIM_INFINITY))
+    return run_longseq()
+
+
+@pytest.mark.slow
+def test_a_run_ends_if_its_workers_have_too_little_shared_memory(command, image_folder, tiny_overrides, tmp_path):
+    words = ("data=image_folder", f"data.root={image_folder}", "data.img_size=224", "model.patch_size=56")
+    train = ("train", *tiny_overrides, *words, "recipe.batch_size=8", "recipe.epochs=1", "callbacks.telemetry=null")
+    done = command(tmp_path, *train, "data.num_workers=0", "output=run")
+    assert done.returncode == 0, done.stderr
+    predict = ("predict", "checkpoint=run/checkpoints/best.ckpt", f"input={image_folder}", "output=predictions.csv")
+    for limited in ((*train, "data.num_workers=2", "output=limited"), (*predict, "num_workers=2")):
+        process = start_fork(limited, tmp_path, run=run_with_little_shared_memory)
+        try:
+            _, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
+        assert process.returncode == 2
+        *_, last = errors.splitlines()
+        assert last.startswith("longseq: error: ")
+        assert "Traceback" not in errors
+        assert "File too large" in last

@@ -14,7 +14,6 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 import longseq
-from longseq.backbones.image import ImageBackbone
 from longseq.tasks import predict, train
 from longseq.tasks.training.checkpoint import load
 from longseq.tools import export
@@ -81,19 +80,6 @@ def same_data(told: dict[str, Any], trained: dict[str, Any]) -> bool:
     return {**absent, **told, "sizes": trained["sizes"]} == trained and not any(extra.values())
 
 
-def test_no_configuration_is_needed(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model comes from its own description: other defaults and a missing configuration change nothing."""
-    x = torch.randn(3, 1, 8, 8)
-    expected = load(checkpoint).backbone(x)
-    monkeypatch.setitem(ImageBackbone.__init__.__wrapped__.__kwdefaults__, "merge", "mean")  # type: ignore[attr-defined]
-    monkeypatch.setitem(ImageBackbone.__init__.__wrapped__.__kwdefaults__, "norm_eps", 0.1)  # type: ignore[attr-defined]
-    path = change(checkpoint, tmp_path / "bare.ckpt", lambda contents: contents.pop("hyper_parameters"))
-    loaded = load(path)
-    assert torch.equal(loaded.backbone(x), expected)
-    assert same_data(loaded.data, load(checkpoint).data)
-    assert torch.equal(longseq.from_pretrained(checkpoint)(x), expected)
-
-
 def test_a_run_leaves_its_model_and_the_values_in_force(checkpoint: Path) -> None:
     run = checkpoint.parents[1]
     x = torch.randn(3, 1, 8, 8)
@@ -156,11 +142,3 @@ def test_a_repository_of_the_hub_serves_as_a_checkpoint(
     begun = command(train.build, "train", *overrides).module.backbone
     for one in (begun, longseq.from_pretrained("user/ours"), longseq.from_pretrained("hf-hub:user/ours@v1")):
         assert torch.equal(one.head.weight, model.get_parameter("head.weight"))
-
-
-def test_the_callers_random_state_stays(checkpoint: Path) -> None:
-    torch.manual_seed(7)
-    expected = torch.rand(1)
-    torch.manual_seed(7)
-    load(checkpoint)
-    assert torch.equal(torch.rand(1), expected)

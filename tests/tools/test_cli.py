@@ -73,35 +73,19 @@ def test_the_help_of_a_verb_names_each_key(monkeypatch, capsys):
     ("given", "table"),
     [
         ("{Käse: 2.0, Brot: 1e-3}", {"Käse": 2.0, "Brot": 1e-3}),
-        ("{'Käse': 2.0}", {"Käse": 2.0}),
         ('{"a=b, c": 2, Brot 2.0: 1}', {"a=b, c": 2, "Brot 2.0": 1}),
-        ("{plain: 2}", {"plain": 2}),
     ],
 )
-@pytest.mark.parametrize("key", ["data.class_weights"])
-def test_names_of_classes_may_have_any_letters(key, given, table):
-    word = cli.quote("train", f"{key}={given}")
+def test_names_of_classes_may_have_any_letters(given, table):
+    word = cli.quote("train", f"data.class_weights={given}")
     with initialize_config_module("longseq.conf", version_base="1.3"):
         data = resolve(compose("train", ["data=image_folder", word, "output=here"]))["data"]
-    assert data[key.partition(".")[2]] == table
+    assert data["class_weights"] == table
 
 
 def test_a_prompt_is_the_text_as_it_stands() -> None:
-    texts = [
-        "Hello, world",
-        "f(x)",
-        "{",
-        "[1, 2",
-        "true",
-        "123",
-        " ends ",
-        "é #@~%",
-        "a\nb",
-        'say "hi"',
-        "don't",
-        "x\\",
-    ]
-    texts += ["${oc.env:HOME}", "\\${x}", "\\\\${x}'"]
+    texts = ["Hello, world", "f(x)", "{", "[1, 2", "true", "123", " ends ", "é #@~%", "a\nb", 'say "hi"', "don't"]
+    texts += ["x\\", "${oc.env:HOME}", "\\${x}", "\\\\${x}'"]
     generator = random.Random(0)
     texts += ["".join(generator.choices("a'\"\\${}[](), :=\n;", k=6)) for _ in range(40)]
     for text in texts:
@@ -118,12 +102,6 @@ def test_a_path_needs_no_quotes_of_its_own(monkeypatch) -> None:
         assert cli.quote("train", kept) == kept
     monkeypatch.setenv("HOME", "/home/no one")
     assert cli.quote("train", "output=~/runs") == "output=/home/no one/runs"
-
-
-def test_output_is_the_folder_of_the_run_and_of_a_sweep() -> None:
-    assert cli.overrides_for_hydra("train", ["output=here"]) == ["hydra.run.dir=here"]
-    assert cli.overrides_for_hydra("train", ["-m", "output=here"]) == ["-m", "hydra.sweep.dir=here"]
-    assert cli.overrides_for_hydra("predict", ["output=here.csv"]) == ["output=here.csv"]
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ import pytest
 import timm
 import torch
 from cases import cases
-from export_programs import need_operators, share_program
+from export_programs import share_program
 from PIL import Image
 from torch import Tensor, nn
 
@@ -31,6 +31,7 @@ from longseq.tools.export.checked_file import TRACED_BATCH
 from longseq.tools.export.formats import SUFFIXES
 from longseq.tools.export.metadata import classifier_metadata, encode
 from longseq.tools.export.parity import probe_images
+from longseq.tools.export.precision import convert
 
 PROGRAM = Path(__file__).resolve().parents[2] / "docs" / "programs" / "read_image.py"
 VIM, VIT = "longseq_tiny_patch16_224", "longseq_vit_tiny_patch16_224"
@@ -163,18 +164,10 @@ def test_dynamic_resolution(
         path = tmp_path / ("model" + SUFFIXES[format])
         export_image_classifier(model, path, format=format, data=DATA, dynamic_resolution=True, batch_sizes=(1, 3))
         torch.testing.assert_close(FORMATS[format].open_file(path)(images), expected, atol=1e-4, rtol=0)
-
-
-@pytest.mark.slow
-def test_recurrences_in_both_directions_can_be_single_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    need_operators("onnxruntime")
-    model, path, images = build(VIM, "deltanet"), tmp_path / "model.onnx", probe_images(5, 1, 36, 36, pixels=False)
-    export_image_classifier(model, path, data=DATA, operators="onnxruntime").print()
-    assert "operators of com.microsoft: 1 LinearAttention; for onnxruntime 1.25.1 or later" in capsys.readouterr().out
-    call = onnx_file.open_file(path)
-    with torch.no_grad():
-        torch.testing.assert_close(call(images), model(images), atol=1e-4, rtol=0)
-    assert call(images[:0]).shape == (0, 5)
+        if format == "onnx":  # with layers in float16 beside the loop
+            convert(path, half := path.with_name("half.onnx"), "float16")
+            assert half.stat().st_size < path.stat().st_size
+            assert 0 < (onnx_file.open_file(half)(images) - expected).abs().max() < 3e-3 * expected.abs().max()
 
 
 @pytest.mark.slow
@@ -201,7 +194,7 @@ def test_a_file_refuses_parts_of_patches_as_the_model_does(tmp_path: Path) -> No
     report = export_image_classifier(
         model, path, format="onnx", data={"img_size": 64}, dynamic_resolution=True, batch_sizes=[1]
     )
-    assert report.metadata["patch_size"] == [16, 16]
+    assert (report.metadata["model"], report.metadata["patch_size"]) == ("vit_tiny_patch16_224", [16, 16])
     call = FORMATS["onnx"].open_file(path)
     with torch.no_grad():
         torch.testing.assert_close(call(images), model(images), atol=1e-4, rtol=0)
@@ -237,15 +230,6 @@ def test_a_program_without_longseq_prepares_images(
     images["RGB.png"].save(tmp_path / "turned.tif", tiffinfo={274: 6})
     read = read_image(tmp_path / "turned.tif", facts)
     np.testing.assert_array_equal(read, transform(decode(tmp_path / "turned.tif")).numpy())
-
-
-@pytest.mark.slow
-def test_models_of_timm_state_their_own_preprocessing(tmp_path: Path) -> None:
-    model = timm.create_model("test_resnet", num_classes=3).eval()
-    report = export_image_classifier(model, tmp_path / "model.pt", format="torchscript", batch_sizes=[1])
-    assert report.metadata["model"] == "test_resnet"
-    assert report.metadata["img_size"] == 160
-    assert {row.shape[2:] for row in report.comparisons} == {(160, 160)}
 
 
 @pytest.mark.slow

@@ -163,16 +163,6 @@ def test_several_labels_have_a_probability_each(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_learned_positions_limit_the_length_of_a_document(tmp_path: Path) -> None:
-    model, path = build(positions="learned", max_length=12), tmp_path / "model.pt"
-    report = export_document_classifier(model, path, format="torchscript", data=DATA, batch_sizes=(1,))
-    assert max(row.shape[1] for row in report.comparisons) == 12
-    assert report.metadata["positions"] == 12
-    with pytest.raises(Exception, match=r"(?i)out of (bounds|range)"):
-        FORMATS["torchscript"].open_file(path)(torch.zeros(1, 13, dtype=torch.long), torch.tensor([13]))
-
-
-@pytest.mark.slow
 def test_a_file_that_reads_the_padding_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def read_all(self: DocumentClassifierFile, tokens: Tensor, lengths: Tensor) -> Tensor:
         return self.model(tokens, mask=lengths.unsqueeze(1).expand_as(tokens) > 0).softmax(-1)

@@ -265,13 +265,6 @@ def test_the_loss_is_that_of_transformers() -> None:
     assert model(TOKENS, labels=labels, return_dict=False)[0] == output.loss
 
 
-def test_only_the_wanted_logits_are_computed() -> None:
-    model = make()
-    whole = model(TOKENS).logits
-    assert torch.equal(model(TOKENS, logits_to_keep=2).logits, whole[:, -2:])
-    assert torch.equal(model(TOKENS, logits_to_keep=torch.tensor([1, 4])).logits, whole[:, [1, 4]])
-
-
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.slow
 def test_a_cache_goes_on_where_it_ended(side: str) -> None:

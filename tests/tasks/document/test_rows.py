@@ -5,13 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from longseq.tasks.document.batch import (
-    Chosen,
-    DocumentSampler,
-    EveryDocument,
-    PackedSampler,
-    PaddedSampler,
-)
+from longseq.tasks.document.batch import Chosen, DocumentSampler, EveryDocument, PackedSampler, PaddedSampler
 
 
 def draw_lengths(median: int, count: int, spread: float = 0.8, seed: int = 0) -> np.ndarray:

@@ -72,24 +72,6 @@ def test_digits_split_is_fixed_disjoint_and_stratified():
     assert all(30 <= count <= 40 for count in np.bincount(targets[splits.test.indices]))
 
 
-def test_digits_batches_and_info():
-    module = image_data(
-        name="digits", source="digits", img_size=8, in_chans=1, batch_size=64, num_workers=0, mean=[0.3053], std=[0.376]
-    )
-    module.setup()
-    info = module.info.to_dict()
-    assert info["sizes"] == {"train": 1295, "val": 143, "test": 359}
-    assert info["class_names"] == [str(digit) for digit in range(10)]
-    assert module.batches_per_epoch == 1295 // 64
-    images, targets = module.on_after_batch_transfer(next(iter(module.train_dataloader())), 0)
-    assert images.shape == (64, 1, 8, 8)
-    assert images.dtype == torch.float32
-    assert targets.dtype == torch.int64
-    everything = module.on_after_batch_transfer(gather(module.val_dataloader()), 0)[0]
-    assert abs(everything.mean()) < 0.05
-    assert abs(everything.std() - 1) < 0.05
-
-
 def test_folder_with_splits(folder):
     module = open_data("folder", folder)
     assert module.info.class_names == list(CLASSES)
@@ -195,12 +177,6 @@ def test_images_of_the_training_are_not_measured_by_other_shares(source, changes
     assert paths(fewer.splits.test) < paths(module.splits.test)
     with pytest.raises(ValueError, match="9 of the 18 images of split=test were trained on"):
         evaluated(module, root=f"{root.parent}/../{folder.name}/{root.name}", val_fraction=0.5)
-
-
-def test_shares_have_no_part_in_images_of_their_own(folder):
-    module = open_data("folder", folder)
-    assert evaluated(module, val_fraction=0.5).info.sizes == {"test": 15}
-    assert evaluated(open_data("folder", folder / "train"), root=str(folder), split_seed=1).info.sizes == {"test": 15}
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections import Counter
 from functools import partial
@@ -14,14 +13,12 @@ import numpy as np
 import pytest
 import torch
 from forked import start_fork
-from image_data import image_data, read_rows, write_digits
+from image_data import image_data, write_digits
 from lightning.pytorch import Trainer
 from sklearn import metrics as sk
-from sklearn.datasets import load_digits
 from sklearn.utils.class_weight import compute_class_weight
 from torch.nn import functional
 
-from longseq.tasks import evaluate, predict, train
 from longseq.tasks.data.labels import count_classes, find_weights, rarest_labels
 from longseq.tasks.data.sampler import BalancedSampler
 from longseq.tasks.image.info import DataInfo
@@ -30,14 +27,6 @@ from longseq.tasks.image.transforms import BatchMixing
 from longseq.tasks.training.metrics import choose_threshold, decide, make_metrics, update_metrics
 
 CLASSES = np.repeat([0, 1, 2], [70, 20, 6])
-DATA = (
-    "data=image_folder",
-    "recipe=digits",
-    "data.img_size=8",
-    "data.crop_pct=1",
-    "data.in_chans=1",
-    "data.num_workers=0",
-)
 
 INFO = {"img_size": 2, "in_chans": 1, "mean": [0.5], "std": [0.5], "interpolation": "bicubic", "crop_pct": 1.0}
 
@@ -252,50 +241,6 @@ def measure(metrics: Any, scores: np.ndarray, wanted: np.ndarray) -> dict[str, f
         decisions = decide(probabilities, None, multi_label=wanted.ndim == 2)
         update_metrics(metrics, probabilities, decisions, targets)
     return {name: float(metric.compute()) for name, metric in metrics.items()}
-
-
-@pytest.mark.slow
-def test_two_classes_of_different_sizes(tiny, compose_config, tmp_path):
-    """A run's figures are those of scikit-learn on what `predict` writes; all use the threshold of the validation."""
-    target = load_digits().target
-    root = tmp_path / "digits"
-    for split, numbers in (("train", range(300)), ("val", range(300, 500)), ("test", range(500, 700))):
-        for name, three in (("three", True), ("other", False)):
-            write_digits(root / split / name, "", [i for i in numbers if (target[i] == 3) == three])
-    words = ("task.metric=f1", "task.threshold=f1", "data.class_weights=balanced", "+task.metrics.auroc=true")
-    train.run(tiny(*DATA, f"data.root={root}", *words, "recipe.epochs=3"))
-    run = tmp_path / "run"
-    written = json.loads((run / "metrics.json").read_text())
-    threshold = written["thresholds"]["three"]
-    checkpoint = f"checkpoint={run / 'checkpoints' / 'best.ckpt'}"
-    found = {}
-    for split in ("val", "test"):
-        output = tmp_path / f"{split}.csv"
-        predict.run(compose_config("predict", checkpoint, f"input={root / split}", f"output={output}"))
-        rows = read_rows(output)
-        wanted = np.array([Path(row["path"]).parent.name == "three" for row in rows])
-        decided = np.array([row["decision"] == "three" for row in rows])
-        scores = np.array(
-            [float(row["probability_1" if row["class_1"] == "three" else "probability_2"]) for row in rows]
-        )
-        assert (decided == (scores >= threshold)).all()
-        assert written[f"{split}/f1"] == pytest.approx(sk.f1_score(wanted, decided, average="macro"))
-        assert written[f"{split}/balanced_accuracy"] == pytest.approx(sk.balanced_accuracy_score(wanted, decided))
-        assert written[f"{split}/auroc"] == pytest.approx(sk.roc_auc_score(wanted, scores), abs=1e-4)
-        table = read_rows(run / f"classes_{split}.csv")
-        figures = sk.precision_recall_fscore_support(wanted, decided, zero_division=0)
-        assert [row["class"] for row in table] == ["other", "three"]
-        for name, values in zip(("precision", "recall", "f1", "images"), figures, strict=True):
-            assert [float(row[name] or 0) for row in table] == pytest.approx(list(values), abs=1e-4)
-        matrix = [[int(row["other"]), int(row["three"])] for row in read_rows(run / f"confusion_matrix_{split}.csv")]
-        assert matrix == sk.confusion_matrix(wanted, decided).tolist()
-        found[split] = (wanted, scores)
-    wanted, scores = found["val"]
-    best = max(sk.f1_score(wanted, scores >= one) for one in scores)
-    assert sk.f1_score(wanted, scores >= threshold) == pytest.approx(best)
-    again = evaluate.run(compose_config("evaluate", checkpoint, "trainer=cpu"))
-    assert again == {key: pytest.approx(value) for key, value in written.items() if key in again}
-    assert json.loads((run / "evaluation_test.json").read_text())["test/per_class"] == written["test/per_class"]
 
 
 TABLES = {

@@ -45,20 +45,10 @@ SMALL_BACKBONE = {"img_size": 16, "patch_size": 8, "num_classes": 3, "embed_dim"
 @pytest.mark.parametrize(
     ("mixer", "there", "here", "message"),
     [
-        (
-            "deltanet",
-            {},
-            {"merge": "mean"},
-            "merge is mean in the new model and sum in that of the file",
-        ),
+        ("deltanet", {}, {"merge": "mean"}, "merge is mean in the new model and sum in that of the file"),
         ("gla", {}, {"class_token": "first"}, "class_token is first in the new model and middle in"),
         ("linear_attention", {}, {"direction": "cross"}, "direction is cross in the new model and bidirectional in"),
-        (
-            "deltanet",
-            {},
-            {"mixer_options": {"negative_eigenvalues": True}},
-            "negative_eigenvalues",
-        ),
+        ("deltanet", {}, {"mixer_options": {"negative_eigenvalues": True}}, "negative_eigenvalues"),
         ("gsa", {}, {"mixer": "abc"}, "mixer is abc in the new model and gsa in"),
     ],
 )

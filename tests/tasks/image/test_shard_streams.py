@@ -1,17 +1,14 @@
 """WebDataset shards of which something cannot be read: counted, named, and never trained on in silence."""
 
 import io
-import math
 import tarfile
 
 import numpy as np
 import pytest
-import torch
 from image_data import image_data
-from lightning.pytorch import Trainer
 from PIL import Image
 
-from longseq.tasks import ImageClassifier, Training, train
+from longseq.tasks import train
 
 pytest.importorskip("webdataset", reason="wds/ sources need longseq[datasets]")
 pytestmark = pytest.mark.slow
@@ -103,18 +100,3 @@ def test_a_class_map_of_lines_gives_numbers_to_numbers(tmp_path):
     module = open_shards(tmp_path, class_map=str(tmp_path / "classes.txt"))
     for images, targets in module.val_dataloader():
         assert ((images[:, 0, 0, 0] > 100).long() == 1 - targets).all()
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_stream_serves_a_trainer_without_its_data_module(tmp_path):
-    module = open_shards(tmp_path)
-    info = module.info
-    shape = (info.in_chans, info.img_size, info.img_size)
-    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(math.prod(shape), info.num_classes))
-    task = ImageClassifier(model, num_classes=info.num_classes, training=Training(learning_rate=1e-3))
-    silent = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = Trainer(accelerator="cpu", max_epochs=1, **silent)
-    trainer.fit(task, module.train_dataloader(), module.val_dataloader())
-    whole = torch.cat(trainer.predict(task, datamodule=module))
-    assert len(whole) == sum(len(targets) for _, targets in module.test_dataloader())
-    torch.testing.assert_close(torch.cat(trainer.predict(task, module.val_dataloader())), whole)

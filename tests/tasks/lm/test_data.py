@@ -14,7 +14,7 @@ import torch
 from longseq.tasks.config import read
 from longseq.tasks.lm.data import LanguageModelData
 from longseq.tasks.text import corpora
-from longseq.tasks.text.batch import IGNORED, TokenBatch
+from longseq.tasks.text.batch import TokenBatch
 from longseq.tasks.text.keys import TextDataKeys
 from longseq.tasks.text.prepare import prepare
 from longseq.tasks.text.sources import TEXT, find_parts
@@ -51,10 +51,7 @@ def as_lists(batches: Iterator[TokenBatch]) -> list[tuple[Any, ...]]:
 def test_every_byte_of_a_split_is_measured_once(tokens: Path, packing: str) -> None:
     data = make(source="tokens", root=str(tokens), packing=packing)
     told = json.loads((tokens / "manifest.json").read_text())["splits"]
-    for split, name, loader in (
-        ("val", "validation", data.val_dataloader()),
-        ("test", "test", data.test_dataloader()),
-    ):
+    for split, name, loader in (("val", "validation", data.val_dataloader()), ("test", "test", data.test_dataloader())):
         batches = list(loader)
         assert sum(inputs.byte_count for inputs, _ in batches) == told[name]["bytes"] == data.info.text_bytes[split]
         assert sum(inputs.units for inputs, _ in batches) == told[name]["tokens"]
@@ -158,15 +155,3 @@ def test_text_is_prepared_once_and_again_when_it_changes(
         (tmp_path / "tokenizer.json").write_text(train_tokenizer(TEXTS, size).to_dict()["json"])
         sizes.append(make(**options, tokenizer=str(tmp_path / "tokenizer.json")).info.vocab_size)
     assert sizes == [270, 300]
-
-
-@pytest.mark.slow
-def test_the_standard_library_is_split_by_file() -> None:
-    files = corpora.standard_library_files()
-    assert {"argparse.py", "tokenize.py"} <= {Path(path).name for path in files}
-    data = make(source="standard_library", window=256)
-    assert sum(corpus.documents for corpus in data._stores[0].splits.values()) > 0.9 * len(files)
-    assert data.info.gzip_bits_per_byte is not None
-    assert 1.5 < data.info.gzip_bits_per_byte < 2.5
-    inputs, targets = next(iter(data.train_dataloader()))
-    assert inputs.units == int((targets != IGNORED).sum()) == 4 * 256

@@ -287,11 +287,8 @@ def test_the_cache_gives_the_same_samples(tmp_path: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("mqar", {"filler": "noise"}),
         ("mqar", {"vocab_size": 8, "pairs": 6, "tokens": 48}),
-        ("mqar_vla", {"tokens": 10}),
         ("mqar_vla", {"keys": (0, 40)}),
-        ("fuzzy_recall", {"tokens": 6}),
         ("regbench", {"letters": (2, 30)}),
     ],
 )

@@ -8,7 +8,6 @@ import gzip
 import json
 import lzma
 import multiprocessing
-import pickle
 import random
 import sys
 from collections.abc import Callable
@@ -243,21 +242,6 @@ def test_a_separator_that_stands_in_a_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(train_tokenizer(TEXTS, 300).to_dict()["json"], encoding="utf-8")
     with pytest.raises(ValueError, match=r"a\.jsonl, line 2 holds the separator"):
         run(tmp_path / "a.jsonl", tmp_path / "out", tokenizer=str(tmp_path / "tokenizer.json"), separator="Q")
-
-
-@pytest.mark.slow
-def test_a_store_goes_to_another_process_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_jsonl(tmp_path / "a.jsonl", TEXTS * 20)
-    monkeypatch.chdir(tmp_path)
-    run(tmp_path / "a.jsonl", tmp_path / "out", tokenizer="train:300")
-    store = open_store("out")
-    monkeypatch.chdir("/")
-    corpus = store.splits["train"]
-    sent = pickle.dumps(corpus)
-    assert len(sent) < 1000 < corpus.tokens.nbytes
-    for one, other in zip(pickle.loads(sent), corpus, strict=True):
-        assert np.array_equal(one, other)
-    assert np.array_equal(pickle.loads(pickle.dumps(corpus.tokens[5:9])), corpus.tokens[5:9])
 
 
 def test_a_changed_store_is_refused(tmp_path: Path) -> None:

@@ -9,12 +9,7 @@ import pytest
 from tokenizers import Tokenizer as Library
 from tokenizers.processors import TemplateProcessing
 
-from longseq.tasks.text.tokenizer import (
-    ByteTokenizer,
-    read_tokenizer,
-    tokenizer_from_dict,
-    train_tokenizer,
-)
+from longseq.tasks.text.tokenizer import ByteTokenizer, read_tokenizer, tokenizer_from_dict, train_tokenizer
 from longseq.tokenizer_files import read_folder, same_tokenizer, tokenizer_files
 
 TEXTS = ["the cat sat on the mat", "żółw é 🐢\n\ttab", "a <|endoftext|> that somebody wrote", ""]

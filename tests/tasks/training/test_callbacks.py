@@ -6,11 +6,13 @@ import contextlib
 
 import pytest
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.plugins import MixedPrecision
 
 from longseq.tasks import train
-from longseq.tasks.training.callbacks.checkpoint import BestCheckpoint, LastCheckpoint
+from longseq.tasks.training import targets
+from longseq.tasks.training.callbacks.checkpoint import LastCheckpoint
 from longseq.tasks.training.callbacks.weights import ExponentialMovingAverage, NonFiniteError, NonFiniteStop
 from longseq.tasks.training.trainer import build_trainer
 
@@ -86,10 +88,7 @@ def test_an_interrupted_validation_leaves_the_weights_as_trained(tiny):
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (
-            lambda task: task.backbone.get_parameter(INNER).data.fill_(float("nan")),
-            f"parameter {INNER} went",
-        ),
+        (lambda task: task.backbone.get_parameter(INNER).data.fill_(float("nan")), f"parameter {INNER} went"),
         (
             lambda task: task.backbone.get_parameter(HEAD).register_hook(lambda gradient: gradient * float("inf")),
             "gradient of parameter head.weight went non-finite first while the loss was finite",
@@ -158,11 +157,52 @@ def test_infinite_gradients_under_a_loss_scaler_do_not_stop(tiny):
     assert torch.isfinite(task.backbone.get_parameter(HEAD)).all()
 
 
+class Norms(Callback):
+    """Notes the norm of the gradients with which each update was made."""
+
+    def __init__(self):
+        self.found = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        gradients = [x.grad.flatten() for x in pl_module.parameters() if x.grad is not None]
+        self.found.append(float(torch.cat(gradients).norm()))
+
+
+@pytest.mark.parametrize(("precision", "fused"), [("bf16-mixed", False), ("32-true", True), ("bf16-mixed", True)])
 @pytest.mark.slow
-def test_of_equally_good_checkpoints_the_latest_is_kept(tiny, tmp_path):
+def test_a_fused_optimizer_clips_too(fused, precision, tiny):
     config = tiny(
-        "recipe.epochs=3", "recipe.learning_rate=0", "recipe.schedule.min_lr=0", "recipe.schedule.warmup_lr=0"
+        f"+recipe.optimizer.fused={str(fused).lower()}",
+        "recipe.gradient_clip=1e-3",
+        f"trainer.precision={precision}",
+        "recipe.epochs=null",
+        "recipe.updates=2",
     )
-    fit(config, best := BestCheckpoint(str(tmp_path), "val/top1", "max"))
-    assert torch.load(best.best_model_path, weights_only=True)["epoch"] == 2
-    assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["best.ckpt"]
+    fit(config, norms := Norms())
+    assert norms.found == pytest.approx([1e-3, 1e-3], rel=1e-2)
+
+
+LOSSES = [3.0, 4.0, 4.0, 2.0, 1.0, 1.5, 0.5, 0.4]
+
+
+class Scripted(BoringModel):
+    """Validates to the next of `LOSSES`."""
+
+    def on_validation_epoch_end(self):
+        self.log("val/loss", LOSSES[self.trainer.current_epoch])
+
+
+@pytest.mark.parametrize(("minimum", "epochs"), [({}, 2), ({"min_epochs": 4}, 6), ({"min_steps": 8}, 6)])
+def test_no_validation_before_the_minimum_ends_a_run(minimum, epochs, capsys):
+    node = {"_target_": "EarlyStopping", "monitor": "val/loss", "patience": 1}
+    stopping = targets.build(node, targets.CALLBACKS, "stop")
+    run = Trainer(
+        **minimum, max_epochs=8, limit_train_batches=2, limit_val_batches=1, num_sanity_val_steps=0, accelerator="cpu",
+        callbacks=[stopping], logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+    run.fit(Scripted())
+    assert run.current_epoch == epochs
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "early stopping" in line]
+    assert f"epoch {epochs}" in line
+    assert "val/loss" in line
