@@ -102,7 +102,8 @@ def recorded(checkpoint: Path) -> dict:
 def test_an_installed_plug_in_trains_evaluates_exports_describes_and_compares(runs: Path) -> None:
     config = recorded(runs / BEST)
     assert config["plugins"] == ["example_plugin"]
-    assert config["mixer"] == {"name": "scaled_attention", "options": {"num_heads": None, "gain": 0.25}}
+    assert config["mixer"]["name"] == "scaled_attention"
+    assert config["mixer"]["options"] | {"num_heads": None, "gain": 0.25} == config["mixer"]["options"]
     assert (runs / "installed" / "note.txt").read_text() == "1 of 2"
     assert json.loads((runs / "installed" / "evaluation_test.json").read_text())["test/images"] == 16
     assert (runs / BEST).with_suffix(".renamed").is_file()
