@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +9,9 @@ import torch
 from torch import nn
 
 from longseq import mixers
-from longseq.mixers.cards import find_growth
+from longseq.backbones.classifier import TextClassifier
+from longseq.backbones.tokens import TokenBackbone
+from longseq.blocks.sharding import unsharded_class
 from longseq.parameters import count_parameters
 from longseq.state import state_size
 from longseq.tasks import registry
@@ -33,18 +34,20 @@ def costs_of(model: Any, tokens: int | None) -> dict[str, int]:
     after all its tokens.
     """
     costs = {"parameters": count_parameters(model)}
-    if tokens is None or not hasattr(model, "flops"):
+    if tokens is None or not isinstance(model, TokenBackbone | TextClassifier):
         return costs
     costs |= {"parameters_without_embedding": count_without_embedding(model)}
     costs |= {"flops_per_token": round(model.flops(tokens) / tokens), "state": 0}
     for _, reading in mixers.named_readings(model):
-        mixer = reading.readers[0]
-        if not mixer.supports_noncausal or getattr(mixer, "causal", False):
-            with torch.no_grad():
-                kept = state_size(mixer.initial_state(1, "meta")) + tokens * find_growth(
-                    copy.deepcopy(mixer).to("meta")
-                )
-            costs["state"] += len(reading.orders) * kept
+        own = reading.readers[0]
+        with torch.device("meta"), torch.no_grad():
+            mixer: Any = unsharded_class(own)(**own.arguments)  # a new one, because parameters may be shards
+            if own.supports_noncausal and not mixer.causal:
+                continue  # every token sees all
+            state = mixer.initial_state(1)
+            if own.growing_state:
+                _, state = mixer(torch.empty(1, tokens, own.d_model))
+        costs["state"] += len(reading.orders) * state_size(state)
     return costs
 
 
