@@ -76,6 +76,8 @@ def run(cfg: DictConfig) -> dict[str, Any]:
         _train(trials, slots, results, "tries", folder)
         found = comparison.summarize(results["tries"], metric, metric)
         best = {_place(entry): entry["learning_rate"] for entry in found if entry["metrics"]}
+        if not best:
+            _refuse_failures(results["tries"])
         trials = plan(keys, given, rates=best)
     # Metrics chosen by name, such as f1_weighted, are no slices of the reported one (f1).
     named = {f"test/{name}" for trial in trials for name in trial.config["task"].get("metrics") or ()}
@@ -89,10 +91,13 @@ def run(cfg: DictConfig) -> dict[str, Any]:
         comparison.plot(results, folder / PLOT_FILE)
         if any(entry["curves"] for entry in results["costs"]):
             plot_curves(results, folder / CURVES_FILE)
-    ended = [*results.get("tries", ()), *results["rows"]]
-    if failed := [row for row in ended if row["status"] == "failed"]:
-        raise ValueError(f"{len(failed)} of {len(ended)} runs failed, first: {failed[0]['error']}")
+    _refuse_failures([*results.get("tries", ()), *results["rows"]])
     return results
+
+
+def _refuse_failures(rows: Sequence[Mapping[str, Any]]) -> None:
+    if failed := [row for row in rows if row["status"] == "failed"]:
+        raise ValueError(f"{len(failed)} of {len(rows)} runs failed, first: {failed[0]['error']}")
 
 
 def _train(

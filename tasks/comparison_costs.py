@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import nan
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -38,7 +39,8 @@ def find_costs(results: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]
     """For each row and setting at its learning rate: the means of its costs over the seeds, and its curves.
 
     `equal_time` is the validation metric at the time that the fastest row takes in all: a run has trained in
-    proportion to its updates, and the schedule of a slower one has not ended there.
+    proportion to its updates, and the schedule of a slower one has not ended there. A row without a validation up to
+    then has none.
     """
     entries = []
     for entry in results["summary"]:
@@ -55,9 +57,10 @@ def find_costs(results: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]
         entries.append({"name": entry["name"], "setting": entry["setting"], **means, "curves": curves})
     shortest = min((entry["seconds"] for entry in entries if entry.get("seconds")), default=None)
     for entry in entries:
-        if shortest is not None and entry["curves"]:
-            at = [np.interp(shortest, [time for _, time, _ in c], [value for *_, value in c]) for c in entry["curves"]]
-            entry["equal_time"] = float(fmean(at))
+        curves = [zip(*curve, strict=True) for curve in entry["curves"]]
+        at = [np.interp(shortest, times, values, left=nan) for _, times, values in curves if shortest is not None]
+        if at and not np.isnan(at).any():
+            entry["equal_time"] = fmean(at)
     return entries
 
 

@@ -190,7 +190,7 @@ class _Call:
         if g is None:
             g = self.k.new_zeros((1,), dtype=torch.float32)
         g = (g.unsqueeze(-1) if g.dim() == 3 else g).expand(self.k.shape).contiguous()
-        exact = torch.float32 if self.chunk == 64 else torch.float64
+        exact = torch.float64 if self.precision == "tf32x3" else torch.float32
         sums, mild = self._empty(self.chunk, self.key_dim, dtype=exact), self._empty(dtype=torch.int32)
         constants = {"K": self.key_dim, "BLOCK_K": block_width(self.key_dim), **self.levels, **self.layout}
         launch = self._launch(sum_gates, self.places, (self.tokens, self.heads, steps(g)[0]), None, constants)

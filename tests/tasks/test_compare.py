@@ -49,7 +49,10 @@ def test_mixers_are_compared(tmp_path, monkeypatch, capsys):
     assert [entry["name"] for entry in results["summary"]] == ["linear_attention", "attention model.positions=learned"]
     assert {"measured", "training_seconds"} <= results.keys()
     assert shlex.split(results["command"])[:2] == ["longseq", "compare"]
-    assert (tmp_path / "compared" / "plot.png").read_bytes().startswith(b"\x89PNG")
+    for name in ("plot.png", "curves.png"):
+        assert (tmp_path / "compared" / name).read_bytes().startswith(b"\x89PNG")
+    ended = {entry["seconds"]: "equal_time" in entry for entry in results["costs"]}  # the only validation is at the end
+    assert [ended[seconds] for seconds in sorted(ended)] == [True, *[False] * (len(ended) - 1)]
     assert "| linear_attention | " in (tmp_path / "compared" / "table.md").read_text()
     assert len(list((tmp_path / "compared" / "samples").glob("mqar_*.npz"))) == 1
     assert len(list((tmp_path / "compared" / "runs").glob("*/checkpoints/best.ckpt"))) == 2
@@ -117,6 +120,8 @@ def test_rates_are_tried_in_shorter_runs_of_models_of_one_size(tmp_path, monkeyp
     assert len(ratios) == 2
     assert comparing(monkeypatch, tmp_path, script, *words, "parameters=100") == 2
     assert "parameters=100: the nearest width of the MLP gives" in capsys.readouterr().err
+    assert comparing(monkeypatch, tmp_path, script, *words, "seeds=[1]") == 2
+    assert "4 of 4 runs failed, first: training diverged at step 3" in capsys.readouterr().err
 
 
 @pytest.mark.slow
