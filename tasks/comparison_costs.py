@@ -57,8 +57,8 @@ def find_costs(results: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]
         entries.append({"name": entry["name"], "setting": entry["setting"], **means, "curves": curves})
     shortest = min((entry["seconds"] for entry in entries if entry.get("seconds")), default=None)
     for entry in entries:
-        curves = [zip(*curve, strict=True) for curve in entry["curves"]]
-        at = [np.interp(shortest, times, values, left=nan) for _, times, values in curves if shortest is not None]
+        series = [zip(*curve, strict=True) for curve in entry["curves"]]
+        at = [np.interp(shortest, times, values, left=nan) for _, times, values in series if shortest is not None]
         if at and not np.isnan(at).any():
             entry["equal_time"] = fmean(at)
     return entries
