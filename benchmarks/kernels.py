@@ -13,13 +13,22 @@ import gc
 import importlib
 import os
 import pkgutil
-import tempfile
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from gate import Function, Gate, Verdict, call_op, options_of, tensors_of
-from measure import Outcome, Run, added_bytes, capture, one_line, time_in_turn, time_once
+from measure import (
+    Outcome,
+    Run,
+    add_cache_argument,
+    added_bytes,
+    capture,
+    compiled_kernels,
+    one_line,
+    time_in_turn,
+    time_once,
+)
 from peers import Peer, Tensors, find_peers
 from report import add_common_arguments, is_emulated, make_result, to_markdown, write_result
 from torch import Tensor
@@ -70,12 +79,13 @@ def main() -> None:
     parser.add_argument("--backends", nargs="+", default=["triton", "torch"])
     parser.add_argument("--no-peers", action="store_true", help="leave out other packages")
     add_common_arguments(parser, seconds=0.5, output="kernels.json")
+    add_cache_argument(parser)
     options = parser.parse_args()
     device, rows, compiled = options.device, [], set()
     notes = NOTES if device.type == "cuda" else (NOTES[0], ON_CPU, *([EMULATED] if is_emulated() else []))
     # The comparison here is stricter than the self-test, and first calls are timed with empty caches.
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
-        os.environ.update({SELF_TEST_VARIABLE: "0", "TRITON_CACHE_DIR": cache})
+    os.environ[SELF_TEST_VARIABLE] = "0"
+    with compiled_kernels(options.cache):
         for item in choose_work(options.calls, options.ops, device):
             for dtype in (getattr(torch, name) for name in options.dtypes):
                 rows += measure_work(item, dtype, device, options, compiled)
@@ -96,7 +106,7 @@ def measure_work(
             rows[name]["verdict"] = f"refused: {reason}"
         for name, contestant in contestants.items():
             key = (name, work.op, work.variant, dtype, str(work.options), *_widths(work))
-            if contestant.modules and key not in compiled:
+            if options.cache is None and contestant.modules and key not in compiled:
                 compiled.add(key)
                 rows[name].update(_time_first_call(contestant, device))
         for name, verdict in _judge(work, dtype, device, contestants).items():

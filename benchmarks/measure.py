@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
+import os
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from longseq.kernels.devices import side_stream
+from longseq.kernels.self_test import CACHE_VARIABLE
 
 Run = Callable[[], Any]
 
@@ -31,6 +37,21 @@ class Outcome(NamedTuple):
 
     times: Times | None
     failure: str | None = None
+
+
+def add_cache_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--cache", type=Path, help="a folder that keeps compiled kernels; first calls are then not timed"
+    )
+
+
+@contextmanager
+def compiled_kernels(folder: Path | None) -> Iterator[None]:
+    """Within the block, compiled kernels are read from `folder` and kept there; None: there are none at its start."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as empty:
+        for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", CACHE_VARIABLE):
+            os.environ[name] = str(folder or empty) + f"/{name}"
+        yield
 
 
 def one_line(error: BaseException) -> str:

@@ -11,8 +11,6 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib.util
-import os
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
@@ -20,7 +18,7 @@ from typing import Any
 
 import timm
 import torch
-from measure import Run, added_bytes, one_line, time_in_turn, time_once
+from measure import Run, add_cache_argument, added_bytes, compiled_kernels, one_line, time_in_turn, time_once
 from report import add_common_arguments, make_result, to_markdown, write_result
 from torch import Tensor, nn
 
@@ -29,7 +27,6 @@ from longseq.backbones.generation import Continuation, Sampling, StepGraph, Toke
 from longseq.backbones.tokens import TokenBackbone, TokenState, mlp_width
 from longseq.kernels import token_loss
 from longseq.kernels.packing import Packing
-from longseq.kernels.self_test import CACHE_VARIABLE
 from longseq.mixers.attention import KeyValueCache
 from longseq.parameters import count_parameters
 from longseq.tasks.lm.writer import draw_tokens
@@ -79,6 +76,7 @@ def read_options(words: list[str] | None = None) -> argparse.Namespace:
         kind.add_argument("--backend", default="auto", help="kernels of our mixers: auto, triton, torch, reference")
         kind.add_argument("--compile", help="mode of torch.compile, such as default; not for decoding")
         add_common_arguments(kind, seconds=5, output="models.json")
+        add_cache_argument(kind)
     return parser.parse_args(words)
 
 
@@ -92,9 +90,7 @@ def main() -> None:
     keys = read_options()
     device, rows = keys.device, []
     notes = NOTES if keys.compile is None else (*NOTES, COMPILED)
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", CACHE_VARIABLE):
-            os.environ[name] = f"{folder}/{name}"
+    with compiled_kernels(keys.cache):
         for head, measure in plan(keys):
             rows.append(_guard(head, device, measure))
             if device.type == "cuda":
@@ -236,7 +232,8 @@ def training_step(model: nn.Module, loss: Callable[[], Tensor], device: torch.de
 
 def _measure_step(step: Run, units: int, unit: str, before: int, keys: argparse.Namespace, device: torch.device) -> Row:
     """The first step, the speed of the others, and memory; `before` is the memory in use before the model was built."""
-    row: Row = {"first_step_s": round(time_once(step, device), 2)}
+    first = round(time_once(step, device), 2)
+    row: Row = {"first_step_s": first} if keys.cache is None else {}
     row[f"training_{unit}_per_s"] = _rate(step, units, keys, device)
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -40,7 +40,7 @@ def make_result(
     what: str, rows: Sequence[Mapping[str, Any]], device: torch.device, notes: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Rows with their hardware, the command, and notes for their reader."""
-    words = [word for word in sys.argv[1:] if not word.startswith("--output=")]
+    words = [word for word in sys.argv[1:] if not word.startswith(("--output=", "--cache="))]
     command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *words])
     return {
         "what": what,
