@@ -2,7 +2,7 @@
 
 python benchmarks/language_mixers.py COMPARISON LONG NAME TITLE [NOTE ...]
 
-COMPARISON is the folder that `longseq compare` wrote (comparison=mixers_110m). LONG is a folder of `longseq prepare`,
+COMPARISON is the folder that `longseq compare` wrote (comparison=text). LONG is a folder of `longseq prepare`,
 made with the same tokenizer, whose test documents have 32,768 tokens and more. Each model reads them in windows of that
 length. Writes NAME.json, and NAME.png: the perplexity by the position of a token in its document. Models that were
 measured before are not measured again.

@@ -79,6 +79,7 @@ def better(metric: str | None) -> str:
 OmegaConf.register_new_resolver("mixer_label", mixer_label, replace=True)
 OmegaConf.register_new_resolver("by_width", by_width, replace=True)
 OmegaConf.register_new_resolver("better", better, replace=True)
+OmegaConf.register_new_resolver("times", lambda first, second: first * second, replace=True)
 # `${either:FLAG,A,B}` is A if the flag is true, else B; a key that a file does not state is null.
 OmegaConf.register_new_resolver("either", lambda flag, first, second: first if flag else second, replace=True)
 
