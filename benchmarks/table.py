@@ -329,6 +329,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "recall": recall,
     "packed": packed,
     "summary": summary,
+    "tracking": lambda: columns_of("state_tracking", "tokens=", lambda key: f"parity of {key.removeprefix('tokens=')}"),
     "zoology": lambda: columns_of("mqar_zoology", "d_model=", lambda key: key.replace("d_model=", "width ")),
 }
 
