@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import runpy
 import sys
 from pathlib import Path
@@ -95,3 +96,15 @@ def test_tables_are_those_of_the_rows(script):
     pages = script("table").list_pages()
     stale = [page.relative_to(ROOT).as_posix() for page, make in pages.items() if page.read_text() != make()]
     assert stale == [], "run python benchmarks/table.py"
+
+
+@pytest.mark.slow
+def test_a_model_of_another_library_is_trained_on_our_windows(tmp_path):
+    lines = [json.dumps({"text": "a grey cat and a black dog " * number}) for number in range(1, 90)]
+    (tmp_path / "text.jsonl").write_text("\n".join(lines))
+    words = ["experiment=lm/text", "data=text", f"data.root={tmp_path}/text.jsonl", f"data.cache={tmp_path}"]
+    words += ["data.validation=0.1", "data.test=0.1", "data.window=32", "data.reset_state=false", "data.num_workers=0"]
+    words += ["model.d_model=64", "model.depth=1", "model.mlp_ratio=2", "recipe.batch_size=256", "recipe.updates=60"]
+    run(tmp_path, "peer_training", "llama", "llama.json", *words, "recipe.schedule.warmup_updates=5")
+    row = json.loads((tmp_path / "llama.json").read_text())
+    assert row["test_loss"] < 0.7 * math.log(256)
