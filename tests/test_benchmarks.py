@@ -14,6 +14,8 @@ import pytest
 import torch
 from forked import start_fork
 
+from longseq.backbones.tokens import TokenBackbone
+
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "benchmarks"
 
@@ -108,3 +110,13 @@ def test_a_model_of_another_library_is_trained_on_our_windows(tmp_path):
     run(tmp_path, "peer_training", "llama", "llama.json", *words, "recipe.schedule.warmup_updates=5")
     row = json.loads((tmp_path / "llama.json").read_text())
     assert row["test_loss"] < 0.7 * math.log(256)
+
+
+@torch.no_grad()
+def test_losses_with_less_context(script):
+    context = script("context")
+    model = TokenBackbone(vocab_size=16, d_model=32, depth=1, mixer="window_attention", mixer_options={"window": 32})
+    found = dict(context.figures(model.eval(), torch.randint(16, (4200,))))
+    torch.testing.assert_close(found["context 64"], found["context all"], rtol=0, atol=0.1)  # bfloat16
+    torch.testing.assert_close(found["in steps"], found["at once"], rtol=0, atol=0.1)
+    assert context.distances([1, 2, 1, 2, 3]).tolist() == [0, 0, 2, 0]
