@@ -13,6 +13,7 @@ from longseq.blocks.precision import product_dtype
 from longseq.blocks.traces import whole_in_traces
 from longseq.kernels.add_norm import add_norm
 from longseq.kernels.dispatch import backend_of_local
+from longseq.kernels.precision import without_autocast
 
 
 class UpcastGroupNorm(nn.GroupNorm):
@@ -20,7 +21,8 @@ class UpcastGroupNorm(nn.GroupNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
-        return functional.group_norm(x, self.num_groups, weight, bias, self.eps)
+        with without_autocast(x):
+            return functional.group_norm(x, self.num_groups, weight, bias, self.eps)
 
 
 class RMSNorm(nn.RMSNorm):

@@ -132,16 +132,17 @@ class Mamba3(Mixer[Mamba3State]):
         options: dict[str, Any] = {"cu_seqlens": packing, "mask": mask, "backend": self.backend}
         later, first = previous_tokens(delta, reverse=True, output_final_state=True, **options)
         phase = _add_up(turn, None if state is None else state.phase, packing)
-        b, c = _turn(b, phase), _turn(c, phase)
+        product = (b * c).sum(-1, dtype=later.dtype)  # turns leave it as it is
+        b, c = _turn(phase, b, c)
         weight = step - delta + later
-        key = b * (weight if mask is None else weight * real).unsqueeze(-1)
+        key = b * (weight if mask is None else weight * real).to(b.dtype).unsqueeze(-1)
         memory = None
         if state is not None:
             memory = state.memory + (required(first) * state.key).unsqueeze(-1) * state.value.unsqueeze(-2)
         keep = self.call_options(output_final_state, packing)
-        o, memory = linear_attention(c.to(x.dtype), key.to(x.dtype), x, g=g, initial_state=memory, **keep)
+        o, memory = linear_attention(c, key, x, g=g, initial_state=memory, **keep)
         self.observe("state_norm", lambda: mean_norm(memory))
-        o = o - (later * (b * c).sum(-1)).unsqueeze(-1) * x
+        o = o - (later * product).unsqueeze(-1) * x
         y = self._read_out(o, x, z)
         if not output_final_state:
             return y, None
@@ -154,11 +155,11 @@ class Mamba3(Mixer[Mamba3State]):
     def scan_step(self, projected: Tensor, state: Mamba3State) -> tuple[Tensor, Mamba3State]:
         z, (x, b, c, step, g, delta, turn) = self._split(projected)
         phase = (state.phase + turn).remainder(CIRCLE)
-        b, c = _turn(b, phase), _turn(c, phase)
+        b, c = _turn(phase, b, c)
         memory = state.memory + (delta.unsqueeze(-1) * state.key).unsqueeze(-1) * state.value.unsqueeze(-2)
-        key = ((step - delta).unsqueeze(-1) * b).to(x.dtype)
-        o, memory = linear_attention_step(c.to(x.dtype), key, x, memory, g=g, backend=self.step_backend)
-        return self._read_out(o, x, z), Mamba3State(phase, memory, b, x.to(b.dtype))
+        key = (step - delta).to(b.dtype).unsqueeze(-1) * b
+        o, memory = linear_attention_step(c, key, x, memory, g=g, backend=self.step_backend)
+        return self._read_out(o, x, z), Mamba3State(phase, memory, b.to(state.key.dtype), x.to(state.value.dtype))
 
     def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> Mamba3State:
         N, P = self.state_size, self.head_dim
@@ -170,19 +171,29 @@ class Mamba3(Mixer[Mamba3State]):
 
     def _split(self, projected: Tensor) -> tuple[Tensor, _Inputs]:
         z, x, b, c, dt, rate, mix, angle = projected[..., : sum(self.widths)].split(self.widths, dim=-1)
-        groups, share = (self.n_groups, self.state_size), self.num_heads // self.n_groups
-        b = self.B_norm(b.unflatten(-1, groups)).repeat_interleave(share, -2)
-        c = self.C_norm(c.unflatten(-1, groups)).repeat_interleave(share, -2)
+        groups = (self.n_groups, self.state_size)
+        b, c = (
+            (
+                self._pairs_apart(norm(part.unflatten(-1, groups))).unsqueeze(-2)
+                + self._pairs_apart(bias).to(part.dtype).unflatten(0, (self.n_groups, -1))
+            ).flatten(-3, -2)
+            for part, norm, bias in ((b, self.B_norm, self.B_bias), (c, self.C_norm, self.C_bias))
+        )
         step, rate, mix, angle = step_size(dt, self.dt_bias), *(at_least_float32(part) for part in (rate, mix, angle))
         return z, _Inputs(
             x.unflatten(-1, (self.num_heads, self.head_dim)),
-            at_least_float32(b) + self.B_bias,
-            at_least_float32(c) + self.C_bias,
+            b,
+            c,
             step,
             -self._rate(rate).clamp_min(LEAST_RATE) * step,
             (1 - mix.sigmoid()) * step,
             math.pi * angle.tanh().unsqueeze(-2) * step.unsqueeze(-1),
         )
+
+    def _pairs_apart(self, x: Tensor) -> Tensor:
+        """The channels of `x [..., N]` as `_turn` takes them: the first of each pair, the second, and the others."""
+        pairs, others = x.split([self.state_size // 2, self.state_size - self.state_size // 2], dim=-1)
+        return torch.cat((*pairs.unflatten(-1, (-1, 2)).unbind(-1), others), dim=-1)
 
     def _rate(self, rate: Tensor) -> Tensor:
         if self.rate == "softplus":
@@ -214,13 +225,15 @@ def _add_up(turn: Tensor, start: Tensor | None, packing: Packing | None) -> Tens
     return phase.remainder(CIRCLE)
 
 
-def _turn(x: Tensor, phase: Tensor) -> Tensor:
-    """Turn the first pairs of channels of `x [..., N]` by the angles `[..., R]`; the others stay."""
-    turned, others = x.split([2 * phase.shape[-1], x.shape[-1] - 2 * phase.shape[-1]], dim=-1)
-    first, second = turned.unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = phase.cos(), phase.sin()
-    turned = torch.stack((first * cos - second * sin, first * sin + second * cos), dim=-1).flatten(-2)
-    return torch.cat((turned, others), dim=-1)
+def _turn(phase: Tensor, *parts: Tensor) -> tuple[Tensor, ...]:
+    """Turn pairs of channels of each `[..., N]` by the angles `[..., R]`: channel i with i + R for i < R."""
+    width, dtype = phase.shape[-1], parts[0].dtype
+    cos, sin = phase.cos().to(dtype), phase.sin().to(dtype)
+    turned = []
+    for part in parts:
+        first, second, others = part.split([width, width, part.shape[-1] - 2 * width], dim=-1)
+        turned.append(torch.cat((first * cos - second * sin, first * sin + second * cos, others), dim=-1))
+    return tuple(turned)
 
 
 def _latest(x: Tensor, start: Tensor, packing: Packing | None, mask: Tensor | None) -> Tensor:

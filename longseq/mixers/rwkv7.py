@@ -8,7 +8,6 @@ from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from typing_extensions import Self
 
 from longseq.blocks.norm import UpcastGroupNorm
@@ -240,17 +239,20 @@ class RWKV7(Mixer[RWKV7State]):
     def _project(self, x: Tensor, previous: Tensor, first: Tensor | None = None) -> _Inputs:
         change = previous - x
         for_r, for_decay, for_k, for_v, for_rate, for_gate = (
-            x + change * amount for amount in self.mix.to(x.dtype).unbind()
+            torch.addcmul(x, change, amount) for amount in self.mix.to(x.dtype).unbind()
         )
-        r, k, v = self.receptance(for_r), at_least_float32(self.key(for_k)), self.value(for_v)
+        r, k, v = self.receptance(for_r), self.key(for_k), self.value(for_v)
         decay = torch.tanh(for_decay @ self.decay_down) @ self.decay_up
         g = LOWEST * (self.decay_base + at_least_float32(decay)).sigmoid()
-        rate = (self.rate_base + at_least_float32(for_rate @ self.rate_down @ self.rate_up)).sigmoid()
+        rate = for_rate @ self.rate_down @ self.rate_up
+        rate = (self.rate_base.to(rate.dtype) + rate).sigmoid()
         if first is not None:
-            amount = self.value_base + at_least_float32(for_v @ self.value_down @ self.value_up)
-            v = torch.lerp(at_least_float32(v), at_least_float32(first), amount.sigmoid()).to(v.dtype)
-        read = functional.normalize((k * self.key_scale).unflatten(-1, (self.num_heads, -1)), dim=-1)
-        write = k * (1 + (rate - 1) * self.key_rate)
+            amount = for_v @ self.value_down @ self.value_up
+            v = torch.lerp(v, first.to(v.dtype), (self.value_base.to(amount.dtype) + amount).sigmoid())
+        read = (k * self.key_scale.to(k.dtype)).unflatten(-1, (self.num_heads, -1))
+        # The norm is not rounded: a key that is too long would let the state grow.
+        read = read / at_least_float32(torch.linalg.vector_norm(read, dim=-1, keepdim=True)).clamp_min(1e-12)
+        write = k * (1 + (rate - 1) * self.key_rate.to(k.dtype))
         strength = rate * (1 + g.exp()) if self.negative_eigenvalues else rate
         r, v, write, g, strength = (
             part.unflatten(-1, (self.num_heads, self.head_dim)) for part in (r, v, write, g, strength)
@@ -272,10 +274,10 @@ class RWKV7(Mixer[RWKV7State]):
 
     def _read_out(self, o: Tensor, inputs: _Inputs) -> Tensor:
         """Normalise each head, add the bonus of the current token, and gate."""
-        r, write, v, o = (at_least_float32(part) for part in (inputs.r, inputs.write, inputs.v, o))
-        bonus = (r * self.bonus * write).sum(-1, keepdim=True) * v
-        normed = self.norm(o.flatten(-2).flatten(0, -2)).view(inputs.gate.shape)
-        y = (normed + bonus.flatten(-2)).to(inputs.gate.dtype) * inputs.gate
+        r, write, v, gate = inputs.r, inputs.write, inputs.v, inputs.gate
+        bonus = (r * self.bonus.to(r.dtype) * write).sum(-1, keepdim=True) * v
+        normed = self.norm(o.flatten(-2).flatten(0, -2)).view(gate.shape)
+        y = (normed + bonus.flatten(-2)).to(gate.dtype) * gate
         return torch.cat((y, inputs.v.flatten(-2)), dim=-1) if self.makes_values else y
 
     def scan_flops(self, tokens: int) -> int:
