@@ -2,9 +2,9 @@
 
 python benchmarks/exported.py CHECKPOINT [EXPORT_KEY=VALUE ...]
 
-Each row is measured in a process of its own on the CPU: the idle threads of onnxruntime slow down other programs. For
-one core, begin with OMP_NUM_THREADS=1 taskset -c 0. A language model is timed on one token, other models on whole
-samples. The plot goes next to the rows.
+Each row is measured in a process of its own on the CPU: the idle threads of onnxruntime slow down other programs. On a
+busy machine, set OMP_NUM_THREADS=1. A language model is timed on one token, other models on whole samples. The plot
+goes next to the rows.
 """
 
 from __future__ import annotations
@@ -72,6 +72,10 @@ def call(run: Callable[[Any], Any], verb: str, *words: str) -> Any:
 
 def measure(keys: argparse.Namespace) -> dict[str, Any]:
     """The figures of a checkpoint or a file; its logits are saved."""
+    if keys.checkpoint.suffix == ".pte":  # other engines take torch's number of threads
+        from executorch.extension.pybindings import portable_lib
+
+        portable_lib._unsafe_reset_threadpool(torch.get_num_threads())
     start = time.perf_counter()
     loaded = load(keys.checkpoint, tasks=registry.names())
     row: dict[str, Any] = {"load_s": round(time.perf_counter() - start, 2)}
