@@ -157,7 +157,8 @@ def main() -> None:
             except Exception as error:
                 row["failure"] = one_line(error)
             rows.append(row)
-            result = make_result(f"Exported files of {keys.title}", rows, torch.device("cpu"), [*NOTES, versions])
+            notes = (f"The plot: {keys.output.stem}.png.", *NOTES, versions)
+            result = make_result(f"Exported files of {keys.title}", rows, torch.device("cpu"), notes)
             write_result(result, keys.output)
     draw(rows).savefig(keys.output.with_suffix(".png"), dpi=100)
     print(to_markdown(result))
