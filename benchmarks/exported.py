@@ -122,7 +122,7 @@ def draw(rows: Sequence[Mapping[str, Any]]) -> Figure:
         bars = axes.barh([row["variant"] for row in rows], [row[column] for row in rows])
         axes.bar_label(bars, padding=2, fontsize=8)
         axes.set_title(title, fontsize=10)
-        axes.margins(x=0.25)
+        axes.margins(x=0.35)
         axes.set_xticks([])
     return figure
 
