@@ -72,7 +72,7 @@ def call(run: Callable[[Any], Any], verb: str, *words: str) -> Any:
 
 def measure(keys: argparse.Namespace) -> dict[str, Any]:
     """The figures of a checkpoint or a file; its logits are saved."""
-    if keys.checkpoint.suffix == ".pte":  # other engines take torch's number of threads
+    if keys.checkpoint.suffix == ".pte":  # onnxruntime has torch's number of threads, OpenVINO its own
         from executorch.extension.pybindings import portable_lib
 
         portable_lib._unsafe_reset_threadpool(torch.get_num_threads())
