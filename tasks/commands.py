@@ -160,7 +160,7 @@ class Convert(Command):
 class Export(FromCheckpoint):
     """The keys of `longseq export`."""
 
-    format: str | None = key(None, "onnx, torchscript, pt2 or a registered one; null: by the ending of output")
+    format: str | None = key(None, "onnx, torchscript, pt2, executorch, openvino or a registered one; null: by output")
     output: str | None = key(None, "the file; null: next to the checkpoint")
     preprocess: bool = key(False, "of images: the file takes uint8 pixels and normalizes them")
     softmax: bool = key(False, "of images: the file gives probabilities")

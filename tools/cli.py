@@ -65,7 +65,7 @@ VERBS = {
     ),
     "export": Verb(
         "longseq.tools.export",
-        "write a checkpoint as ONNX, TorchScript or pt2",
+        "write a checkpoint as ONNX, TorchScript, pt2, ExecuTorch or OpenVINO",
         "longseq export checkpoint=FILE format=onnx",
     ),
 }

@@ -15,7 +15,7 @@ import pytest
 import timm
 import torch
 from cases import cases
-from export_programs import share_program
+from export_programs import SUFFIXES, share_program
 from PIL import Image
 from torch import Tensor, nn
 
@@ -28,7 +28,6 @@ from longseq.tasks.image.transforms import evaluation_transform
 from longseq.tasks.training.checkpoint import load
 from longseq.tools.export import FORMATS, export_image_classifier, onnx_file
 from longseq.tools.export.checked_file import TRACED_BATCH
-from longseq.tools.export.formats import SUFFIXES
 from longseq.tools.export.metadata import classifier_metadata, encode
 from longseq.tools.export.parity import probe_images
 from longseq.tools.export.precision import convert
@@ -103,7 +102,7 @@ for path, cases in zip(sys.argv[1::2], sys.argv[2::2]):
 @pytest.mark.slow
 def test_files_run_in_other_processes(tmp_path: Path) -> None:
     """Two processes read all files: their start takes longer than most exports."""
-    written: dict[str, list[str | Path]] = {format: [] for format in FORMATS}
+    written: dict[str, list[str | Path]] = {format: [] for format in SUFFIXES}
     images = probe_images(5, 1, 36, 36, pixels=False)
     for chassis, mixer in EXPORTED:
         # Lattice's recurrence is not linear: with the weights of seed 0, rounding changes an image's logits by 1e-3.
@@ -115,7 +114,7 @@ def test_files_run_in_other_processes(tmp_path: Path) -> None:
         np.savez(cases, images=images.numpy(), logits=logits.numpy())
         with pytest.MonkeyPatch.context() as patch:
             share_program(patch)
-            for format in FORMATS if (chassis, mixer) in IN_ALL_FORMATS else ("torchscript",):
+            for format in SUFFIXES if (chassis, mixer) in IN_ALL_FORMATS else ("torchscript",):
                 path = cases.with_suffix(SUFFIXES[format])
                 report = export_image_classifier(model, path, format=format, data=DATA, batch_sizes=(1,))
                 assert [row.shape[0] for row in report.comparisons] == [1]

@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from export_programs import need_operators, share_program
+from export_programs import ENGINES, SUFFIXES, need_engine, need_operators, share_program
 from representatives import REPRESENTATIVES
 from torch import Tensor, nn
 
@@ -23,7 +23,6 @@ from longseq.tasks.document.batch import truncate
 from longseq.tasks.text.tokenizer import tokenizer_from_dict, train_tokenizer
 from longseq.tools.export import FORMATS, export_document_classifier
 from longseq.tools.export.document_classifier import DocumentClassifierFile
-from longseq.tools.export.formats import SUFFIXES
 from longseq.tools.export.metadata import document_metadata, encode
 
 PROGRAM = Path(__file__).resolve().parents[2] / "docs" / "programs" / "classify_text.py"
@@ -84,6 +83,12 @@ def test_recurrences_over_padded_documents_can_be_single_nodes(tmp_path: Path) -
     path = tmp_path / "model.onnx"
     check_file(build(direction="bidirectional"), path, "onnx", operators="onnxruntime")
     assert "LinearAttention" in [node.op_type for node in onnx.load(str(path)).graph.node]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
+def test_other_engines_read_padded_documents(engine: str, tmp_path: Path) -> None:
+    check_file(build("attention"), tmp_path / f"model{need_engine(engine)}", engine)
 
 
 class EveryPooling(nn.Module):

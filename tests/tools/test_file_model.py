@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 import pytest
 from documents import make_rows, write_jsonl
-from export_programs import share_program
+from export_programs import ENGINES, need_engine, share_program
 from hydra import compose, initialize_config_module
 from PIL import Image
 
@@ -78,6 +78,14 @@ def test_images(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
         told = call(describe.run, "describe", f"checkpoint={file}")
         assert {name: value for name, value in told.items() if name != "file"} == {**facts, "operations": {}}
         assert {"onnx": "onnx, opset 20, 0.", "pt": "torchscript, 0."}[file.suffix[1:]] in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ENGINES)
+def test_images_in_other_engines(engine: str, checkpoint: Path) -> None:
+    file = export_to(checkpoint, f"engine{need_engine(engine)}")
+    assert json.loads(Path(f"{file}.json").read_text())["class_names"]
+    assert measure(file, "split=val") == pytest.approx(measure(checkpoint, "split=val"), abs=1e-5)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""`longseq export`: a model as one ONNX, TorchScript or pt2 file that runs without longseq."""
+"""`longseq export`: a model as a file of ONNX, TorchScript, pt2, ExecuTorch or OpenVINO, without longseq."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from longseq.tools.export import onnx_file, pt2_file, torchscript_file
+from longseq.tools.export import executorch_file, onnx_file, openvino_file, pt2_file, torchscript_file
 from longseq.tools.export.spec import FileSpec
 
 
@@ -30,10 +30,16 @@ class FileFormat(Protocol):
         """The file as a function like the module, on the CPU: for the export's comparison, and as a checkpoint."""
 
 
-_FORMATS: dict[str, Any] = {"onnx": onnx_file, "torchscript": torchscript_file, "pt2": pt2_file}
+_FORMATS: dict[str, Any] = {
+    "onnx": onnx_file,
+    "torchscript": torchscript_file,
+    "pt2": pt2_file,
+    "executorch": executorch_file,
+    "openvino": openvino_file,
+}
 FORMATS: Mapping[str, FileFormat] = MappingProxyType(_FORMATS)
 
-_SUFFIXES = {"onnx": ".onnx", "torchscript": ".pt", "pt2": ".pt2"}
+_SUFFIXES = {"onnx": ".onnx", "torchscript": ".pt", "pt2": ".pt2", "executorch": ".pte", "openvino": ".xml"}
 SUFFIXES: Mapping[str, str] = MappingProxyType(_SUFFIXES)
 
 

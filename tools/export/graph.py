@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,18 +12,24 @@ from torch.utils._pytree import tree_map, tree_structure, tree_unflatten
 
 
 def capture(
-    module: nn.Module, example: tuple[Any, ...], axes: Sequence[Mapping[int, str]]
+    module: nn.Module,
+    example: tuple[Any, ...],
+    axes: Sequence[Mapping[int, str]],
+    largest: Mapping[str, int] = MappingProxyType({}),
 ) -> torch.export.ExportedProgram:
     """Trace `module` with the named axes symbolic; torch.export raises an error for an axis that the model fixes.
 
-    `example` holds the arguments; `axes` names the open axes of its tensors, in order. The reset removes guards of an
+    `example` holds the arguments; `axes` names the open axes of its tensors, in order; `largest` bounds axes by name.
+    The reset removes guards of an
     earlier trace, which would turn an open axis of this one into a constant. Gradients are off, because scans cannot be
     traced with them. The arguments are copied: for a view, torch.export would also compare the size of its base, which
     later arguments do not have.
     """
     torch._dynamo.reset()
     example = tree_map(torch.clone, example)
-    shapes = arrange([dict.fromkeys(open_axes, torch.export.Dim.DYNAMIC) for open_axes in axes], example)
+    sizes: Any = torch.export.Dim.DYNAMIC
+    dims = [{axis: sizes(max=largest.get(name)) for axis, name in open_axes.items()} for open_axes in axes]
+    shapes = arrange(dims, example)
     with torch.no_grad():
         program = torch.export.export(module, example, dynamic_shapes=shapes)
     for graph_module in program.graph_module.modules():

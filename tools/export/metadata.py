@@ -17,7 +17,8 @@ from longseq.timm_models import model_name, stated_data
 from longseq.tokenizer_files import as_read, find_start
 from longseq.tools.export.states import StateSpec
 
-# The name under which TorchScript and pt2 archives keep the JSON; ONNX files hold one metadata property per key.
+# The name of the JSON in TorchScript and pt2 archives. ONNX files hold one metadata property per key, OpenVINO's hold
+# the JSON in `rt_info`, and ExecuTorch's have none.
 EXTRA_FILE = "longseq.json"
 
 PREPROCESSING = ("img_size", "in_chans", "mean", "std", "interpolation", "crop_pct")

@@ -217,13 +217,15 @@ def _nodes(graph: Any) -> list[Any]:
 
 
 def open_file(path: Path) -> Callable[..., Any]:
-    """The file as a function of tensors and lists of tensors, run by onnxruntime on the CPU."""
+    """The file as a function of tensors and lists of tensors, run by onnxruntime on the CPU with torch's threads."""
     try:
         import onnxruntime
     except ModuleNotFoundError as error:
         raise ImportError("ONNX files need onnxruntime: pip install onnxruntime") from error
 
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     names = [declared.name for declared in session.get_inputs()]
 
     def call(*arguments: Any) -> Any:
