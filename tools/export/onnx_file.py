@@ -45,6 +45,7 @@ def write(module: nn.Module, example: tuple[Any, ...], path: Path, spec: FileSpe
         opset_version=min(opset, operators.LARGEST_OPSET),
         custom_translation_table={
             torch.ops.aten.scalar_tensor.default: _number,
+            torch.ops.aten.softplus.default: _softplus,
             torch.ops.aten.group_norm.default: _group_norm,
             torch.ops.aten.scaled_dot_product_attention.default: _softmax_attention,
             torch.ops.aten.repeat_interleave.self_int: _repeat_interleave,
@@ -84,6 +85,20 @@ def _number(s: float, dtype: int = 1) -> Any:
     if isinstance(s, bool | int | float):
         return opset18.Constant(value=onnx_ir.tensor(s, dtype=onnx_ir.DataType(dtype)))
     return opset18.Cast(s, to=dtype)  # an open size
+
+
+def _softplus(self: Any, beta: float = 1.0, threshold: float = 20.0) -> Any:
+    """Softplus by operators that onnxruntime computes in vectors, which its own Softplus is not: a sixth of the time.
+
+    log(1 + y) is log(u) + (y - (u - 1)) / u with the rounded sum u = 1 + y, also for a y that rounding loses.
+    """
+    from onnxscript import opset18 as op
+
+    assert beta == 1.0, "no mixer gives a beta"
+    one = op.CastLike(1.0, self)
+    y = op.Exp(op.Neg(op.Abs(self)))
+    u = op.Add(one, y)
+    return op.Add(op.Relu(self), op.Add(op.Log(u), op.Div(op.Sub(y, op.Sub(u, one)), u)))
 
 
 def _group_norm(
