@@ -17,6 +17,9 @@ from torch import Tensor
 from longseq.kernels.dispatch import is_exporting
 
 
+DIRECT_ROWS = 8  # of a block whose decays between all pairs of tokens an exported graph finds at once
+
+
 def fit_chunk_size(chunk_size: int, tokens: int) -> int:
     """The chunk size for `tokens` tokens: the given one, halved while over an eighth of the chunks would be padding.
 
@@ -97,9 +100,15 @@ def decayed_products(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
     and keys decayed until the middle, so that decays are never divided.
     """
     rows, size, _ = q.shape
-    products = (q * k).sum(-1).reshape(rows * size, 1, 1)
-    since, until = _first_decays(g)
-    half = 1
+    if _keeps_parts(g):
+        half = min(size, DIRECT_ROWS)
+        decays, since, until = _decays_between(g, half)
+        left = decays * k.reshape(-1, 1, half, k.shape[-1])
+        products = torch.matmul(left, q.reshape(-1, half, q.shape[-1], 1)).squeeze(-1).tril()
+    else:
+        half = 1
+        products = (q * k).sum(-1).reshape(rows * size, 1, 1)
+        since, until = _first_decays(g)
     while half < size:
         query = _halves(q, half)[1] * _halves(since, half)[1]
         key = _halves(k, half)[0] * _halves(until, half)[0]
@@ -109,6 +118,20 @@ def decayed_products(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
         since, until = _merge_decays(since, until, half)
         half *= 2
     return products.reshape(rows, size, size)
+
+
+def _decays_between(g: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """exp(g_{j+1,c} + ... + g_ic) at [i, j, c] in blocks of rows, one above the diagonal: [m * C / rows, rows, rows, D].
+
+    Also the decays within blocks since the start and until the end. The sums are one product with zeros and ones: the
+    first levels of doubled blocks are most nodes of an exported graph, and most of its time.
+    """
+    token = torch.arange(rows, device=g.device)
+    between = (token > token[:, None]) & (token <= token[:, None, None])
+    blocks = g.reshape(-1, rows, g.shape[-1])
+    sums = torch.matmul(between.flatten(0, 1).to(g.dtype), blocks.clamp_min(-1e4))  # times zero, -inf would be NaN
+    decays = sums.exp().unflatten(1, (rows, rows))
+    return decays, blocks.cumsum(1).exp().reshape(g.shape), decays[:, -1].reshape(g.shape)
 
 
 def decayed_products_backward(
@@ -149,10 +172,16 @@ def decayed_sums(weights: Tensor, v: Tensor, g: Tensor) -> Tensor:
     is: there the decay belongs to the channels that are summed, here to those that stay.
     """
     size = v.shape[-2]
-    sums = weights.diagonal(dim1=-2, dim2=-1).unsqueeze(-1) * v
     spaced = _space_evenly(weights)
-    since, until = _first_decays(g)
-    half = 1
+    if _keeps_parts(g):
+        half = min(size, DIRECT_ROWS)
+        decays, since, until = _decays_between(g, half)
+        own = _diagonal(spaced, size, half).tril().unsqueeze(-2)
+        sums = torch.matmul(own, decays * v.reshape(-1, 1, half, v.shape[-1])).reshape(v.shape)
+    else:
+        half = 1
+        sums = weights.diagonal(dim1=-2, dim2=-1).unsqueeze(-1) * v
+        since, until = _first_decays(g)
     while half < size:
         value = _halves(v, half)[0] * _halves(until, half)[0]
         across = torch.bmm(_below(spaced, size, half), value)
@@ -240,6 +269,12 @@ def _space_evenly(x: Tensor) -> Tensor:
     The zeros put the diagonal blocks at equal distances, also from one matrix to the next.
     """
     return F.pad(x.flatten(1), (0, x.shape[-1]))
+
+
+def _diagonal(spaced: Tensor, size: int, rows: int) -> Tensor:
+    """The diagonal blocks: a view [m * C / rows, rows, rows]."""
+    blocks = spaced.view(-1, rows * (size + 1)).narrow(1, 0, rows * size)
+    return blocks.unflatten(1, (rows, size)).narrow(2, 0, rows)
 
 
 def _below(spaced: Tensor, size: int, half: int) -> Tensor:
