@@ -17,9 +17,6 @@ from torch import Tensor
 from longseq.kernels.dispatch import is_exporting
 
 
-DIRECT_ROWS = 8  # of a block whose decays between all pairs of tokens an exported graph finds at once
-
-
 def fit_chunk_size(chunk_size: int, tokens: int) -> int:
     """The chunk size for `tokens` tokens: the given one, halved while over an eighth of the chunks would be padding.
 
@@ -100,13 +97,12 @@ def decayed_products(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
     and keys decayed until the middle, so that decays are never divided.
     """
     rows, size, _ = q.shape
-    if _keeps_parts(g):
-        half = min(size, DIRECT_ROWS)
+    half = _first_rows(size)
+    if half > 1:
         decays, since, until = _decays_between(g, half)
         left = decays * k.reshape(-1, 1, half, k.shape[-1])
         products = torch.matmul(left, q.reshape(-1, half, q.shape[-1], 1)).squeeze(-1).tril()
     else:
-        half = 1
         products = (q * k).sum(-1).reshape(rows * size, 1, 1)
         since, until = _first_decays(g)
     while half < size:
@@ -120,11 +116,17 @@ def decayed_products(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
     return products.reshape(rows, size, size)
 
 
-def _decays_between(g: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """exp(g_{j+1,c} + ... + g_ic) at [i, j, c] in blocks of rows, one above the diagonal: [m * C / rows, rows, rows, D].
+def _first_rows(size: int) -> int:
+    """The rows of the blocks that double: one, but eight in an exported graph, which is smaller and faster so."""
+    if torch.jit.is_scripting():
+        return 1
+    return min(size, 8) if is_exporting() else 1
 
-    Also the decays within blocks since the start and until the end. The sums are one product with zeros and ones: the
-    first levels of doubled blocks are most nodes of an exported graph, and most of its time.
+
+def _decays_between(g: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """exp(g_{j+1,c} + ... + g_ic) at [i, j, c], 1 above the diagonal: [m * C / rows, rows, rows, D], in blocks of rows.
+
+    Also the decays within blocks since the start and until the end. The sums are one product with zeros and ones.
     """
     token = torch.arange(rows, device=g.device)
     between = (token > token[:, None]) & (token <= token[:, None, None])
@@ -173,13 +175,12 @@ def decayed_sums(weights: Tensor, v: Tensor, g: Tensor) -> Tensor:
     """
     size = v.shape[-2]
     spaced = _space_evenly(weights)
-    if _keeps_parts(g):
-        half = min(size, DIRECT_ROWS)
+    half = _first_rows(size)
+    if half > 1:
         decays, since, until = _decays_between(g, half)
         own = _diagonal(spaced, size, half).tril().unsqueeze(-2)
         sums = torch.matmul(own, decays * v.reshape(-1, 1, half, v.shape[-1])).reshape(v.shape)
     else:
-        half = 1
         sums = weights.diagonal(dim1=-2, dim2=-1).unsqueeze(-1) * v
         since, until = _first_decays(g)
     while half < size:

@@ -109,9 +109,7 @@ def _exported(x: Tensor, u: Tensor, added: Tensor, A: Tensor) -> tuple[Tensor, T
     return join_chunks(y, batch, heads, tokens), final.unflatten(0, (batch, heads))
 
 
-def _block(
-    A: Tensor, x: Tensor, u: Tensor, before: Tensor, after: Tensor, own: Tensor, eye: Tensor
-) -> list[Tensor]:
+def _block(A: Tensor, x: Tensor, u: Tensor, before: Tensor, after: Tensor, own: Tensor, eye: Tensor) -> list[Tensor]:
     """The next A [M, K, K] and y [M, C, K], by Gaussian elimination: ONNX has no Cholesky factorisation.
 
     Step t makes row t of (B, U A) zero and subtracts its multiples from the rows of later tokens. Before the step it
