@@ -103,11 +103,11 @@ def _softplus(self: Any, beta: float = 1.0, threshold: float = 20.0) -> Any:
     """
     from onnxscript import opset18 as op
 
-    assert beta == 1.0, "no mixer gives a beta"
-    one = op.CastLike(1.0, self)
-    y = op.Exp(op.Neg(op.Abs(self)))
+    x = self if beta == 1 else op.Mul(self, op.CastLike(beta, self))
+    one, y = op.CastLike(1.0, x), op.Exp(op.Neg(op.Abs(x)))
     u = op.Add(one, y)
-    return op.Add(op.Relu(self), op.Add(op.Log(u), op.Div(op.Sub(y, op.Sub(u, one)), u)))
+    z = op.Add(op.Relu(x), op.Add(op.Log(u), op.Div(op.Sub(y, op.Sub(u, one)), u)))
+    return z if beta == 1 else op.Div(z, op.CastLike(beta, z))
 
 
 def _group_norm(
