@@ -58,7 +58,7 @@ def run(cfg: DictConfig) -> ExportReport:
     export, own = EXPORTS[kind]
     options = {name: getattr(keys, name) for name in own}
     output = Path(keys.output or loaded.file.with_suffix(SUFFIXES[format]))
-    print(f"writing {output.name} and comparing it with the model, which takes a few seconds for each block", flush=True)
+    print(f"writing {output.name} and comparing it with the model, some seconds for each block", flush=True)
     report = export(
         model,
         output,
