@@ -97,9 +97,14 @@ def decayed_products(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
     and keys decayed until the middle, so that decays are never divided.
     """
     rows, size, _ = q.shape
-    products = (q * k).sum(-1).reshape(rows * size, 1, 1)
-    since, until = _first_decays(g)
-    half = 1
+    half = _first_rows(size)
+    if half > 1:
+        decays, since, until = _decays_between(g, half)
+        left = decays * k.reshape(-1, 1, half, k.shape[-1])
+        products = torch.matmul(left, q.reshape(-1, half, q.shape[-1], 1)).squeeze(-1).tril()
+    else:
+        products = (q * k).sum(-1).reshape(rows * size, 1, 1)
+        since, until = _first_decays(g)
     while half < size:
         query = _halves(q, half)[1] * _halves(since, half)[1]
         key = _halves(k, half)[0] * _halves(until, half)[0]
@@ -109,6 +114,26 @@ def decayed_products(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
         since, until = _merge_decays(since, until, half)
         half *= 2
     return products.reshape(rows, size, size)
+
+
+def _first_rows(size: int) -> int:
+    """The rows of the blocks that double: one, but eight in an exported graph, which is smaller and faster so."""
+    if torch.jit.is_scripting():
+        return 1
+    return min(size, 8) if is_exporting() else 1
+
+
+def _decays_between(g: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """exp(g_{j+1,c} + ... + g_ic) at [i, j, c], 1 above the diagonal: [m * C / rows, rows, rows, D], in blocks of rows.
+
+    Also the decays within blocks since the start and until the end. The sums are one product with zeros and ones.
+    """
+    token = torch.arange(rows, device=g.device)
+    between = (token > token[:, None]) & (token <= token[:, None, None])
+    blocks = g.reshape(-1, rows, g.shape[-1])
+    sums = torch.matmul(between.flatten(0, 1).to(g.dtype), blocks.clamp_min(-1e4))  # times zero, -inf would be NaN
+    decays = sums.exp().unflatten(1, (rows, rows))
+    return decays, blocks.cumsum(1).exp().reshape(g.shape), decays[:, -1].reshape(g.shape)
 
 
 def decayed_products_backward(
@@ -149,10 +174,15 @@ def decayed_sums(weights: Tensor, v: Tensor, g: Tensor) -> Tensor:
     is: there the decay belongs to the channels that are summed, here to those that stay.
     """
     size = v.shape[-2]
-    sums = weights.diagonal(dim1=-2, dim2=-1).unsqueeze(-1) * v
     spaced = _space_evenly(weights)
-    since, until = _first_decays(g)
-    half = 1
+    half = _first_rows(size)
+    if half > 1:
+        decays, since, until = _decays_between(g, half)
+        own = _diagonal(spaced, size, half).tril().unsqueeze(-2)
+        sums = torch.matmul(own, decays * v.reshape(-1, 1, half, v.shape[-1])).reshape(v.shape)
+    else:
+        sums = weights.diagonal(dim1=-2, dim2=-1).unsqueeze(-1) * v
+        since, until = _first_decays(g)
     while half < size:
         value = _halves(v, half)[0] * _halves(until, half)[0]
         across = torch.bmm(_below(spaced, size, half), value)
@@ -240,6 +270,12 @@ def _space_evenly(x: Tensor) -> Tensor:
     The zeros put the diagonal blocks at equal distances, also from one matrix to the next.
     """
     return F.pad(x.flatten(1), (0, x.shape[-1]))
+
+
+def _diagonal(spaced: Tensor, size: int, rows: int) -> Tensor:
+    """The diagonal blocks: a view [m * C / rows, rows, rows]."""
+    blocks = spaced.view(-1, rows * (size + 1)).narrow(1, 0, rows * size)
+    return blocks.unflatten(1, (rows, size)).narrow(2, 0, rows)
 
 
 def _below(spaced: Tensor, size: int, half: int) -> Tensor:

@@ -29,6 +29,11 @@ def check_reverse(op: str, reverse: Reverse, rows: int, cu_seqlens: Tensor | Non
 
 def turn(x: Tensor, reverse: Reverse) -> Tensor:
     """Bring `x [B, T, ...]` from its own order into the order of reading, or back."""
+    if reverse == "second_half" and is_exporting():  # one Gather, and its index once in a file
+        rows, tokens = x.shape[:2]
+        row, place = torch.arange(rows, device=x.device)[:, None], torch.arange(tokens, device=x.device)
+        read = row * tokens + torch.where(row < rows // 2, place, tokens - 1 - place)
+        return x.flatten(0, 1).index_select(0, read.flatten()).unflatten(0, (rows, tokens))
     if reverse == "second_half":
         forward, backward = halves(x)
         return torch.cat((forward, backward.flip(1)))

@@ -87,7 +87,7 @@ def selective_scan_chunk(
 
     What no wanted gradient needs is neither saved nor computed.
     """
-    if A.dim() == 3:
+    if A.dim() == 3 and not is_exporting():
         return scan_each_way(
             selective_scan_chunk, x, delta, A, B, C, initial_state,
             output_final_state=output_final_state, cu_seqlens=None, chunk_size=chunk_size,
@@ -100,13 +100,16 @@ def selective_scan_chunk(
             return _SelectiveScan.apply(x, delta, A, B, C, state, chunk_size)
         x, delta, B, C = (tensor.to(state.dtype) for tensor in sequences)
         loop = _scripted if torch.jit.is_tracing() else _exported
-        return loop(B, delta * x, C, delta, finite_rates(A, state.dtype).mT, state)
+        rate = finite_rates(A, state.dtype).mT
+        if A.dim() == 3:  # one scan of all rows, each half of which has its own rate
+            rate = rate.unsqueeze(1).expand(-1, x.shape[0] // 2, -1, -1).flatten(0, 1)
+        return loop(B, delta * x, C, delta, rate, state)
 
     return run_recurrence(
         core,
         (x, delta, B, C),
         initial_state,
-        A.shape,
+        A.shape[-2:],
         output_dtype=x.dtype,
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
@@ -122,13 +125,34 @@ def _epsilon(k: Tensor, beta: Tensor) -> Tensor:
 def _exported(
     key: Tensor, value: Tensor, query: Tensor, step: Tensor, rate: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The form for torch.export: one Scan over time, where the two levels would be three Scans."""
-    xs = [x.transpose(0, 1) for x in (key, value, query, step)]
-    if rate is None:
-        final, output = scan(_longhorn_token, state.mT, xs)
+    """The form for torch.export: one Scan over time, whose operands get their shapes before it.
+
+    A token is a few nodes on [B, N, D]. In onnxruntime blocks of unrolled tokens are slower: their numbers, such as all
+    decays of a block, do not fit into a cache.
+    """
+    key, value, query, step = (x.transpose(0, 1) for x in (key, value, query, step))
+    key, value, query, step = key.unsqueeze(-1), value.unsqueeze(-2), query.unsqueeze(-2), step.unsqueeze(-2)
+    if rate is None:  # the decays 1 - k² ⊗ epsilon as one product
+        square = torch.cat((-key * key, torch.ones_like(key)), -1)
+        step = torch.cat((step, torch.ones_like(step)), -2)
+        final, output = scan(_longhorn_token, state.mT, [key, value, query, step, square])
     else:
-        final, output = scan(_selective_token, state.mT, xs, (rate,))
-    return output.transpose(0, 1), final.mT
+        final, output = scan(_selective_token, state.mT, [key, value, query, step], (rate,))
+    return output.squeeze(-2).transpose(0, 1), final.mT
+
+
+def _longhorn_token(
+    state: Tensor, key: Tensor, value: Tensor, query: Tensor, step: Tensor, square: Tensor
+) -> list[Tensor]:
+    state = torch.baddbmm(state * torch.bmm(square, step), key, value)
+    return [state, torch.bmm(query, state)]
+
+
+def _selective_token(
+    state: Tensor, key: Tensor, value: Tensor, query: Tensor, step: Tensor, rate: Tensor
+) -> list[Tensor]:
+    state = torch.baddbmm(state * (rate * step).exp(), key, value)
+    return [state, torch.bmm(query, state)]
 
 
 @torch.jit.script_if_tracing
@@ -144,22 +168,12 @@ def _scripted(
     return torch.stack(outputs, 1), state.transpose(-1, -2)
 
 
-def _longhorn_token(state: Tensor, key: Tensor, value: Tensor, query: Tensor, step: Tensor) -> list[Tensor]:
-    return list(_token(state, key, value, query, step, None))
-
-
-def _selective_token(
-    state: Tensor, key: Tensor, value: Tensor, query: Tensor, step: Tensor, rate: Tensor
-) -> list[Tensor]:
-    return list(_token(state, key, value, query, step, rate))
-
-
 def _token(
     state: Tensor, key: Tensor, value: Tensor, query: Tensor, step: Tensor, rate: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The next state [B, N, D] and the output [B, D].
 
-    Decays are Mamba's from its rate [N, D] and step delta, or Longhorn's from its key and step epsilon.
+    Decays are Mamba's from its rate, [N, D] or [B, N, D], and step delta, or Longhorn's from its key and step epsilon.
     """
     step = step.unsqueeze(-2)
     decay = 1 - (key * key).unsqueeze(-1) * step if rate is None else (rate * step).exp()

@@ -1,11 +1,15 @@
 """A Longhorn layer between its projections, read in both directions, as a composition of other operations."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from longseq.kernels.diagonal_scan import longhorn_scan
+from longseq.kernels.dispatch import is_exporting
 from longseq.kernels.precision import without_autocast
+from longseq.kernels.reading import half, halves
 from longseq.kernels.short_convolution import short_convolution
 from longseq.kernels.silu_product import silu_product
 
@@ -20,11 +24,30 @@ def longhorn_pair_torch(
     entries = (selection.shape[1] - ranks) // 2
     with without_autocast(projected):
         x, gate = projected.chunk(2, dim=-1)
+        if is_exporting():
+            return _exported(x, gate, taps, offset, selection, rate, rate_offset, skip)
         x, _ = short_convolution(x, taps, offset, activation="silu", reverse="second_half", backend="torch")
         rank, key, query = _project(x, selection).split([ranks, entries, entries], dim=-1)
         beta = _project(rank, rate, rate_offset).sigmoid()
         y, _ = longhorn_scan(x, query, key, beta, reverse="second_half", backend="torch")
         return silu_product(y, gate, skip=x, skip_weight=skip, backend="torch")
+
+
+def _exported(
+    x: Tensor, gate: Tensor, taps: Tensor, offset: Tensor, selection: Tensor, rate: Tensor, rate_offset: Tensor,
+    skip: Tensor,
+) -> Tensor:  # fmt: skip
+    """The same in the order of reading throughout: one sequence is turned in place of five."""
+    ranks = rate.shape[2]
+    entries = (selection.shape[1] - ranks) // 2
+    options: dict[str, Any] = {"activation": "silu", "backend": "torch"}
+    ways = (x, x.flip(1))
+    x = torch.cat([short_convolution(way, taps[i], offset[i], **options)[0] for i, way in enumerate(ways)])
+    rank, key, query = _project(x, selection).split([ranks, entries, entries], dim=-1)
+    beta = _project(rank, rate, rate_offset).sigmoid()
+    y, _ = longhorn_scan(x, query, key, beta, backend="torch")
+    forward, backward = (part + skip[i] * half(x, i) for i, part in enumerate(halves(y)))
+    return (forward + backward.flip(1)) * F.silu(gate)
 
 
 def _project(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longseq.kernels.chunks import fit_chunk_size, join_chunks, scan, split_chunks
+from longseq.kernels.chunks import export_plan, fit_chunk_size, join_chunks, scan, split_chunks
 from longseq.kernels.custom_op import refuse_transforms
 from longseq.kernels.dispatch import is_exporting
 from longseq.kernels.once_differentiable import once_differentiable
@@ -41,6 +41,8 @@ from longseq.kernels.recursive_least_squares.reference import (
     symmetric,
     update,
 )
+
+_EXPORTED_BLOCK = 8  # tokens: a token is six nodes in the body of a Scan, and 197 take the least time with 8 or 16
 
 
 def recursive_least_squares_chunk(
@@ -92,15 +94,39 @@ def recursive_least_squares_chunk(
 
 
 def _exported(x: Tensor, u: Tensor, added: Tensor, A: Tensor) -> tuple[Tensor, Tensor]:
-    """The form for torch.export: one Scan over time, since ONNX has no Cholesky factorisation."""
-    xs = [tensor.to(A.dtype).transpose(0, 1) for tensor in (x, u, added)]
-    final, y = scan(_token, symmetric(A), xs, (identity(A),))
-    return y.transpose(0, 1), final
+    """The form for torch.export: one Scan over blocks of tokens, which need not end where a refresh is due.
+
+    With c_t the sum of what refreshes added in a block before token t, u_sᵀ A_{t-1} u_t gets c_t u_sᵀ u_t for s >= t.
+    """
+    batch, tokens, heads, _ = u.shape
+    size, blocks, _ = export_plan(_EXPORTED_BLOCK, tokens)
+    read, rows = split_chunks(x, A.dtype, blocks, size), split_chunks(u, A.dtype, blocks, size)
+    refresh = split_chunks(added[..., None, None].expand(-1, -1, heads, 1), A.dtype, blocks, size)
+    after = refresh.cumsum(-2)
+    before = after - refresh
+    own = torch.eye(size, dtype=A.dtype, device=A.device) + torch.minimum(before, before.mT) * (rows @ rows.mT)
+    final, y = scan(_block, symmetric(A).flatten(0, 1), [read, rows, before, after, own], (identity(A),))
+    return join_chunks(y, batch, heads, tokens), final.unflatten(0, (batch, heads))
 
 
-def _token(A: Tensor, x: Tensor, u: Tensor, added: Tensor, eye: Tensor) -> list[Tensor]:
-    y, A = update(x, u, added, A, eye)
-    return [A, y]
+def _block(A: Tensor, x: Tensor, u: Tensor, before: Tensor, after: Tensor, own: Tensor, eye: Tensor) -> list[Tensor]:
+    """The next A [M, K, K] and y [M, C, K], by Gaussian elimination: ONNX has no Cholesky factorisation.
+
+    Step t makes row t of (B, U A) zero and subtracts its multiples from the rows of later tokens. Before the step it
+    holds the pivot 1 + u_tᵀ A_{t-1} u_t and A_{t-1} u_t.
+    """
+    size = u.shape[1]
+    product = u @ A
+    table = torch.cat((own + product @ u.mT, product + before * u), -1)
+    columns, pivots = [], []
+    for t in range(size):
+        row, pivot = table[:, t : t + 1], table[:, t : t + 1, t : t + 1]
+        columns.append(row)
+        pivots.append(pivot)
+        table = table - table[..., t : t + 1] / pivot * row
+    written = torch.cat(columns, 1)[..., size:] * torch.cat(pivots, 1).rsqrt()
+    y = x @ A - (x @ written.mT).tril() @ written + after * x
+    return [A - written.mT @ written + after[:, -1:] * eye, y]
 
 
 @torch.jit.script_if_tracing

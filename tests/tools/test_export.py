@@ -311,6 +311,7 @@ def test_command_exports_a_checkpoint(command_here: Any, checkpoint: Path, tmp_p
         "batch_sizes=[1,4]",
     )
     assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("writing digits.onnx")
     assert "4 x 1 x 8 x 8" in result.stdout
     properties = {entry.key: entry.value for entry in onnx.load(str(output)).metadata_props}
     assert json.loads(properties["class_names"]) == [str(digit) for digit in range(10)]

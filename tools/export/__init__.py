@@ -57,9 +57,11 @@ def run(cfg: DictConfig) -> ExportReport:
     kind = tasks[loaded.task_name]
     export, own = EXPORTS[kind]
     options = {name: getattr(keys, name) for name in own}
+    output = Path(keys.output or loaded.file.with_suffix(SUFFIXES[format]))
+    print(f"writing {output.name} and comparing it with the model, some seconds for each block", flush=True)
     report = export(
         model,
-        Path(keys.output or loaded.file.with_suffix(SUFFIXES[format])),
+        output,
         format=format,
         data=loaded.data,
         opset=keys.opset,
