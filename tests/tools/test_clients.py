@@ -138,22 +138,34 @@ def test_page_that_continues(served: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert written == "la la" + continue_text(str(tmp_path / "step.onnx"), "la la", max_new_tokens=20)
 
 
+def build_and_run(program: str, model: str, words: list[str], folder: Path, tmp_path: Path) -> str:
+    """What a C++ program prints for the picture; `words` tell g++ where it finds the library."""
+    Image.open(folder / "cat.png").save(tmp_path / "cat.ppm")
+    names = json.loads((folder / f"{model}.json").read_text())["class_names"]
+    (tmp_path / "names.txt").write_text("\n".join(names))
+    command = ["g++", "-std=c++20", "-O0", str(PROGRAMS / f"{program}.cpp"), "-o", str(tmp_path / program), *words]
+    subprocess.run(command, check=True, timeout=400)
+    run = [tmp_path / program, folder / model, tmp_path / "names.txt", tmp_path / "cat.ppm"]
+    return subprocess.run(run, capture_output=True, text=True, check=True, timeout=100).stdout
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
 def test_libtorch(picture_model: tuple[Path, Path, str, float], tmp_path: Path) -> None:
     from torch.utils.cpp_extension import include_paths, library_paths
 
-    folder = picture_model[0]
-    Image.open(folder / "cat.png").save(tmp_path / "cat.ppm")
-    names = json.loads((folder / "model.pt.json").read_text())["class_names"]
-    (tmp_path / "names.txt").write_text("\n".join(names))
-    places = [*(f"-I{path}" for path in include_paths()), *(f"-L{path}" for path in library_paths())]
-    found = [f"-Wl,-rpath,{path}" for path in library_paths()]
-    command = ["g++", "-std=c++20", "-O0", str(PROGRAMS / "classify.cpp"), "-o", str(tmp_path / "classify")]
-    subprocess.run([*command, *places, *found, "-ltorch", "-ltorch_cpu", "-lc10"], check=True, timeout=400)
-    words = [
-        str(tmp_path / "classify"),
-        str(folder / "model.pt"),
-        str(tmp_path / "names.txt"),
-        str(tmp_path / "cat.ppm"),
-    ]
-    check(subprocess.run(words, capture_output=True, text=True, check=True, timeout=100).stdout, picture_model)
+    words = [*(f"-I{path}" for path in include_paths()), *(f"-L{path}" for path in library_paths())]
+    words += [*(f"-Wl,-rpath,{path}" for path in library_paths()), "-ltorch", "-ltorch_cpu", "-lc10"]
+    check(build_and_run("classify", "model.pt", words, picture_model[0], tmp_path), picture_model)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
+def test_onnxruntime_in_cpp(picture_model: tuple[Path, Path, str, float], tmp_path: Path) -> None:
+    headers = Path(os.environ.get("ONNXRUNTIME_HEADERS", "/usr/include/onnxruntime"))  # no wheel has them
+    if not (headers / "onnxruntime_cxx_api.h").is_file():
+        pytest.skip("there are no headers of onnxruntime (ONNXRUNTIME_HEADERS)")
+    onnxruntime = pytest.importorskip("onnxruntime")
+    library = next(Path(onnxruntime.__file__).parent.glob("capi/libonnxruntime.so.*"))
+    words = [f"-I{headers}", str(library), f"-Wl,-rpath,{library.parent}"]
+    (tmp_path / "libonnxruntime.so.1").symlink_to(library)  # the name that the program looks for
+    words.append(f"-Wl,-rpath,{tmp_path}")
+    check(build_and_run("classify_onnx", "model.onnx", words, picture_model[0], tmp_path), picture_model)
