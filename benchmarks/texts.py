@@ -54,7 +54,8 @@ ENGLISH = "the of and a to in is for that it with as be on by or this are not an
 PAGE = re.compile(r"\n+[^\n]*\[Page \w+\]\s*\f\s*[^\n]*\n+(?=( *[a-z])?)|\f")
 # Sources of HTML pages, RFCs that are there as text, other languages, and lists.
 NOT_READ = re.compile(
-    r"/_(sources|modules)/|/rfc\d+\.html|/[a-z]{2}-(?!US)[A-Z]{2}/|genindex|search\.html|[-_]index\.|changelog|copyright"
+    r"/_(sources|modules)/|/rfc\d+\.html|/[a-z]{2}-(?!US)[A-Z]{2}/|"
+    r"genindex|search\.html|[-_]index\.|changelog|copyright"
 )
 GENERATED = re.compile(r"(auto-?|code |file |class )(is |was )?generated|generated (by|from|code)|do not edit", re.I)
 LEFT_OUT = {"script", "style", "nav", "header", "footer", "form", "select", "button"}
