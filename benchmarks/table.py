@@ -29,7 +29,7 @@ HEAD = """# Measured results
 
 `python benchmarks/table.py` makes these tables from the JSON rows beside this page. An empty cell was not measured.
 A cell with ± is the mean and the standard deviation over seeds, with the value of each seed behind it. A command
-belongs to the commit of its rows. MIXER, SEED or SHAPE stand for each that a table names; FOLDER is the folder of
+belongs to the commit of its rows. MIXER, SEED, SHAPE or TEXT stand for each that a table names; FOLDER is the folder of
 the data.
 
 "Changed since" numbers the changes of a row's layer or kernels after it was measured:

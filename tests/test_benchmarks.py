@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import runpy
+import statistics
 import sys
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from forked import start_fork
@@ -91,6 +95,44 @@ def test_models_are_timed_in_training_inference_and_decoding(tmp_path):
     training, packed, decoding = rows_of(tmp_path / "rows.json")
     assert training["training_tokens_of_first"] == packed["training_tokens_of_first"] == 1.0
     assert decoding["decoding_tokens_of_first"] == decoding["generation_tokens_of_first"] == 1.0
+
+
+def test_texts_have_no_near_duplicates(script):
+    texts = script("texts")
+    generator = random.Random(0)
+    words = ["".join(generator.choices("abcdefgh", k=5)) for _ in range(4000)]
+    edited = [word if number % 40 else "edited" for number, word in enumerate(words[:2000])]
+    documents = {"whole": words, "part of it": edited, "a third of it": edited[:600] + words[:100:-1][:1400]}
+    joined = {name: "\n ".join(words) for name, words in documents.items()}
+    found = [texts.Found(text, name, texts.shingles_of(text)) for name, text in joined.items()]
+    assert [one.source for one in texts.without_near_duplicates(found)] == ["a third of it", "whole"]
+
+
+def test_ngram_model_is_interpolated_kneser_ney(script):
+    texts = script("texts")
+    train, test = np.random.default_rng(0).integers(0, 7, (2, 600), dtype=np.uint16).cumsum(1, dtype=np.uint16) % 8
+    counts = {texts.ORDER: Counter(_ngrams(train, texts.ORDER))}
+    for order in range(texts.ORDER - 1, 0, -1):
+        counts[order] = Counter(ngram[1:] for ngram in counts[order + 1])
+
+    def probability(ngram):
+        if not ngram:
+            return 1 / 8
+        own = counts[len(ngram)]
+        once, twice = (sum(count == number for count in own.values()) for number in (1, 2))
+        after = [count for key, count in own.items() if key[:-1] == ngram[:-1]]
+        if not after:
+            return probability(ngram[1:])
+        discount = (once + 1) / (once + 2 * twice + 2)
+        kept = max(own[ngram] - discount, 0) + discount * len(after) * probability(ngram[1:])
+        return kept / sum(after)
+
+    bits = [-math.log2(probability(ngram)) for ngram in _ngrams(test, texts.ORDER)]
+    assert texts.ngram_bits(train, test, 8) == pytest.approx(statistics.mean(bits) * len(test))
+
+
+def _ngrams(tokens, order):
+    return [tuple(tokens[end - order : end].tolist()) for end in range(order, len(tokens) + 1)]
 
 
 @pytest.mark.slow
