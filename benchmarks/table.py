@@ -22,8 +22,8 @@ from report import format_mean, to_markdown
 HERE = Path(__file__).parent
 ABOVE = HERE.parent
 OURS = ("ours", "triton", "torch", None)  # implementations that a change of ours can affect
-# Changes, compiled kernels, and the history of launches, kernels and decoders.
-NO_TABLES = ("changes", "compilations", "counted_launches", "kernel_versions")
+# Changes, compiled kernels, and the history of launches.
+NO_TABLES = ("changes", "compilations", "counted_launches")
 SUBJECTS = ("mixer", "model", "op", "variant", "call", "recurrence", "overrides")
 HEAD = """# Measured results
 
