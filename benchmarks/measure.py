@@ -50,7 +50,7 @@ def compiled_kernels(folder: Path | None) -> Iterator[None]:
     """Within the block, compiled kernels are read from `folder` and kept there; None: there are none at its start."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as empty:
         for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", CACHE_VARIABLE):
-            os.environ[name] = str(folder or empty) + f"/{name}"
+            os.environ[name] = f"{folder or empty}/{name}"
         yield
 
 

@@ -251,7 +251,8 @@ class RWKV7(Mixer[RWKV7State]):
             v = torch.lerp(v, first.to(v.dtype), (self.value_base.to(amount.dtype) + amount).sigmoid())
         read = (k * self.key_scale.to(k.dtype)).unflatten(-1, (self.num_heads, -1))
         # The norm is not rounded: a key that is too long would let the state grow.
-        read = read / at_least_float32(torch.linalg.vector_norm(read, dim=-1, keepdim=True)).clamp_min(1e-12)
+        wide = torch.promote_types(read.dtype, torch.float32)
+        read = read / torch.linalg.vector_norm(read, dim=-1, keepdim=True, dtype=wide).clamp_min(1e-12)
         write = k * (1 + (rate - 1) * self.key_rate.to(k.dtype))
         strength = rate * (1 + g.exp()) if self.negative_eigenvalues else rate
         r, v, write, g, strength = (

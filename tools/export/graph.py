@@ -20,10 +20,9 @@ def capture(
     """Trace `module` with the named axes symbolic; torch.export raises an error for an axis that the model fixes.
 
     `example` holds the arguments; `axes` names the open axes of its tensors, in order; `largest` bounds axes by name.
-    The reset removes guards of an
-    earlier trace, which would turn an open axis of this one into a constant. Gradients are off, because scans cannot be
-    traced with them. The arguments are copied: for a view, torch.export would also compare the size of its base, which
-    later arguments do not have.
+    The reset removes guards of an earlier trace, which would turn an open axis of this one into a constant. Gradients
+    are off, because scans cannot be traced with them. The arguments are copied: for a view, torch.export would also
+    compare the size of its base, which later arguments do not have.
     """
     torch._dynamo.reset()
     example = tree_map(torch.clone, example)
