@@ -159,6 +159,8 @@ def trained(name: str, heading: str) -> str:
 def language_models() -> str:
     result = read("language_models")
     rows = [row for row in result["rows"] if row["task"] == "text" and not row.get("recompute")]
+    compiled = {row["mixer"]: row for row in rows if row.get("compile")}
+    rows = [row for row in rows if not row.get("compile")]
     lengths = sorted({row["tokens"] for row in rows})
     beside = next(row["parameters"] for row in rows if row.get("mixer") == "attention")
     lines = []
@@ -166,11 +168,13 @@ def language_models() -> str:
         own = {row["tokens"]: row for row in rows if row.get("mixer", row["model"]) == name}
         first = own[lengths[0]]
         speeds = [f"{own[length]['training_tokens_per_s']:,}" if length in own else "" for length in lengths]
+        speeds.append(f"{compiled[name]['training_tokens_per_s']:,}" if name in compiled else "")
         size = millions(first["parameters"], beside)
         older = any(find_later_changes(row, result["kind"]) for row in own.values())
         lines.append([name + " (older)" * older, size, *speeds, f"{first['training_gib']} GiB"])
-    heading = ["mixer", "parameters (compared with attention)", *(f"{length:,} tokens" for length in lengths), "memory"]
-    return draw(heading, lines) + "\n" + surroundings(rows)
+    heading = ["mixer", "parameters (compared with attention)", *(f"{length:,} tokens" for length in lengths)]
+    heading += [f"compiled, {lengths[0]:,}", "memory"]
+    return draw(heading, lines) + "\n" + surroundings([*rows, *compiled.values()])
 
 
 def language_mixers() -> str:

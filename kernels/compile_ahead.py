@@ -2,13 +2,19 @@
 
 Triton compiles each kernel at its first launch, one after the other. Only the reading of the Python source holds the
 interpreter's lock. The passes of the compiler, ptxas and the C compiler of launchers can run in several threads.
+
+The modules of all launchers have one name, under which Python keeps one module: a launcher that is loaded again fills
+the module loaded last, and a thread that has not read its own launcher yet would get this one, that is another
+kernel's. So threads only fill Triton's cache, from which one thread then loads.
 """
 
+import copy
 import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,16 +58,22 @@ def find_kernels(found: dict[Any, tuple[Any, str]]) -> Iterator[None]:
 def compile_kernels(found: dict[Any, tuple[Any, str]], device: torch.device) -> None:
     """Compile kernels in several threads. A kernel that does not compile is left out: its launch raises the error."""
     with ThreadPoolExecutor(_count_threads(), "longseq compilation") as pool:
-        for kernel, specialization in found.values():
-            pool.submit(_compile, kernel, specialization, device)
+        compiled = list(pool.map(partial(_compile, device), found.values()))
+    for one in compiled:
+        with suppress(Exception):
+            one.run  # noqa: B018
 
 
-def _compile(kernel: Any, specialization: str, device: torch.device) -> None:
+def _compile(device: torch.device, launch: tuple[Any, str]) -> Any:
+    """Compile a kernel and its launcher; None if that fails."""
+    kernel, specialization = launch
     with suppress(Exception):
         if device.type == "cuda":
             torch.cuda.set_device(device)  # for this thread
-        # Reading the attribute loads the kernel and builds its launcher, with a C compiler.
-        kernel.preload(specialization).run  # noqa: B018
+        compiled = kernel.preload(specialization)
+        copy.copy(compiled).run  # noqa: B018  reading the attribute builds the launcher with a C compiler, and loads both
+        return compiled
+    return None
 
 
 def _count_threads() -> int:
