@@ -34,6 +34,7 @@ import triton.language as tl
 from longseq.kernels.triton_tiles import (
     LOG2_E,
     MILD,
+    SECOND_HALF,
     STEEPEST_GATE,
     chunk,
     direction,
@@ -51,6 +52,16 @@ from longseq.kernels.triton_tiles import (
 
 LIMIT = tl.constexpr(160.0)  # of a chunk of 64 tokens; with 32, half
 SIZES = ["T", "H"]
+
+
+@triton.jit
+def share(count, REVERSE: tl.constexpr):
+    """The first, the end and the step of what this program does of `count` programs' work, in its half of the rows."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    if REVERSE != SECOND_HALF:
+        return program, count, programs
+    later = program // (programs // 2)
+    return program + later * (count // 2 - programs // 2), (1 + later) * (count // 2), programs // 2
 
 
 @triton.jit
@@ -242,7 +253,8 @@ def relate(
             COLUMNS, LEVELS,
         )  # fmt: skip
     else:
-        for program in range(tl.program_id(0), places, tl.num_programs(0)):
+        first, end, step = share(places, REVERSE)
+        for program in range(first, end, step):
             place = tl.cast(program, tl.int64)
             relate_chunk(
                 place, q, k, write, beta, sums, mild, cu_seqlens, sequence_of, lower, attention, scale, T, H,
@@ -807,7 +819,8 @@ def differentiate(
         )  # fmt: skip
     else:
         tiles: tl.constexpr = (K + COLUMNS - 1) // COLUMNS
-        for program in range(tl.program_id(0), places * tiles, tl.num_programs(0)):
+        first, end, step = share(places * tiles, REVERSE)
+        for program in range(first, end, step):
             differentiate_chunk(
                 program, q, k, write, beta, sums, mild, cu_seqlens, sequence_of, d_output, states, d_states, u,
                 d_errors, d_lower, d_attention, d_q, d_k, d_write, d_g, d_beta, scale, T, H, q_token, k_token,

@@ -883,6 +883,18 @@ def test_any_float64_input_is_a_reason_against_float32_kernels(interpreted, op):
             inputs.replace({name: inputs.arguments[name].double()}).run(backend="triton")
 
 
+def test_delta_rule_with_strong_gates_in_more_chunks_than_programs_reads_half_of_the_rows_in_reverse(
+    interpreted, monkeypatch
+):
+    from longseq.kernels.delta_rule import triton_channels
+
+    monkeypatch.setattr(triton_channels, "SEARCHERS", 4)
+    inputs = make_inputs("delta_rule", "channel_added_before", batch=4, tokens=35, sizes={"H": 1, "K": 4, "V": 4})
+    inputs = inputs.replace({"g": 100 * inputs.sequences["g"]})
+    exact = gradients(inputs, run=Inputs.run_both_ways, backend="reference")
+    assert_as_accurate_as_torch(inputs.map(torch.Tensor.float), exact, reverse="second_half")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("variant", "bounds"), [("channel", [0, 3, 3, 140]), ("channel_added_before", [0, 140])])
 def test_delta_rule_by_channels_in_segments_of_time(interpreted, monkeypatch, variant, bounds):
