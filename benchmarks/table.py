@@ -8,6 +8,7 @@ A row is marked as older if changes.json names a later change of its mixer or op
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import statistics
@@ -240,6 +241,20 @@ def columns_of(name: str, prefix: str, heading: Callable[[str], str]) -> str:
     return draw(["mixer", *map(heading, columns)], lines) + "\n" + surroundings(result["rows"])
 
 
+def tracking() -> str:
+    """State tracking by group and length; the products of permutations were measured for fewer mixers."""
+    parity = [
+        {key.replace("tokens=", "parity of "): cell for key, cell in row.items()}
+        for row in read("state_tracking")["rows"]
+    ]
+    permutations = {row["mixer"]: row for row in read("state_tracking_permutations")["rows"]}
+    rows = [{**permutations.get(row["mixer"], {}), **row} for row in parity]
+    columns = [f"{group} of {tokens}" for group, tokens in itertools.product(("parity", "S3"), (16, 64, 256))]
+    columns = [column for column in columns if any(column in row for row in rows)]
+    lines = [[row["mixer"], *(mean(row.get(column, "")) for column in columns)] for row in rows]
+    return draw(["mixer", *columns], lines) + "\n" + surroundings([*parity, *permutations.values()])
+
+
 def recall() -> str:
     table = columns_of("mqar_vla", "pairs=", lambda key: key.replace("=", " = "))
     return f"{table}\n\n`{read('mqar_vla')['command']}`"
@@ -333,7 +348,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "recall": recall,
     "packed": packed,
     "summary": summary,
-    "tracking": lambda: columns_of("state_tracking", "tokens=", lambda key: f"parity of {key.removeprefix('tokens=')}"),
+    "tracking": tracking,
     "zoology": lambda: columns_of("mqar_zoology", "d_model=", lambda key: key.replace("d_model=", "width ")),
 }
 
