@@ -1116,6 +1116,24 @@ def test_reading_in_reverse_on_the_gpu(op, tokens, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("op", "variant"),
+    [
+        (op, variant)
+        for op in TRITON_OPS
+        if takes(op, "reverse")
+        for index, variant in enumerate(list_variants(op))
+        if index == 0 or variant.startswith("extreme")
+    ],
+)
+def test_as_many_rows_as_a_batch_of_images_on_the_gpu(op, variant, dtype):
+    """More than the programs of kernels that take several rows each."""
+    inputs = make_on_the_gpu(op, variant, dtype, batch=512, tokens=64, sizes=WIDTHS)
+    assert_accurate_on_the_gpu(inputs, dtype, reverse="second_half")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("reverse", [True, "second_half"])
 @pytest.mark.parametrize("chunk_size", [1, 16, 64])
 @pytest.mark.parametrize("variant", ["gated", "encode", "ttt"])
