@@ -379,6 +379,21 @@ def test_attention_becomes_another_mixer(
 
 
 @pytest.mark.slow
+def test_attention_becomes_gated_deltanet(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only with a key for each head: other rows would stand in the places of keys and values."""
+    assert convert(monkeypatch, source=llama, output=tmp_path / "grouped", mixer="gated_deltanet") == 2
+    torch.manual_seed(0)
+    options = {"rotary": True, "qkv_bias": False, "out_bias": False, "num_heads": 4}
+    model = TokenBackbone(vocab_size=99, d_model=32, depth=2, mixer="attention", mixer_options=options)
+    model.save_pretrained(tmp_path / "ours")
+    assert convert(monkeypatch, source=tmp_path / "ours", output=tmp_path / "new", mixer="gated_deltanet") == 0
+    after = load_file(tmp_path / "new" / "model.safetensors")
+    for key, weight in model.state_dict().items():
+        assert torch.equal(after[key][: weight.shape[0]], weight), key
+    assert logits(tmp_path / "new").isfinite().all()
+
+
+@pytest.mark.slow
 def test_half_precision_stays_half(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = edited(llama, tmp_path / "half")
     weights = {name: x.bfloat16() for name, x in load_file(source / "model.safetensors").items()}

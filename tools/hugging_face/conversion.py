@@ -185,6 +185,15 @@ def _gla_options(attention: Values, d_model: int) -> dict[str, Any]:
     return {**heads, "expand_k": width, "expand_v": width, "feature_map": "relu", "output_gate": False}
 
 
+def _delta_options(attention: Values, d_model: int) -> dict[str, Any]:
+    """A new convolution would mix tokens at random before the kept projections are of use, so there is none."""
+    if attention["num_kv_heads"] != attention["num_heads"]:
+        raise ValueError("grouped keys do not become those of gated_deltanet, which has a key for each head")
+    width = attention["num_heads"] * attention["head_dim"] / d_model
+    heads = {"num_heads": attention["num_heads"], "expand_k": width, "expand_v": 1.0}
+    return {**heads, "convolution_width": 0, "output_gate": False}
+
+
 def _supra_options(attention: Values, d_model: int) -> dict[str, Any]:
     positions = {key: attention[key] for key in ("rotary_base", "rotary_scaling")} if attention["rotary"] else {}
     return {**_gsa_options(attention, d_model), **positions}
@@ -205,6 +214,7 @@ CARRIED: dict[str, Callable[[Values, int], dict[str, Any]]] = {
     "gla": _gla_options,
     "retnet": _retnet_options,
     "supra": _supra_options,
+    "gated_deltanet": _delta_options,
     "attention": _attention_options,
     "window_attention": _attention_options,
 }
