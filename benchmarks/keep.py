@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-ABOUT = ("task", "model", "mixer", "pixels", "tokens", "document_tokens", "batch", "recompute")
+ABOUT: tuple[str, ...] = ("task", "model", "mixer", "pixels", "tokens", "document_tokens", "batch", "recompute")
 ABOUT = (*ABOUT, "op", "variant", "shape", "dtype", "implementation", "call")
 ABOUT = (*ABOUT, "part", "decode", "repeats", "compile", "together", "then", "gpu")
 

@@ -230,7 +230,7 @@ def image_models() -> str:
     return draw(heading, lines) + "\n" + surroundings([*eager["rows"], *compiled["rows"]])
 
 
-def columns_of(name: str, prefix: str, heading: Callable[[str], str]) -> str:
+def columns_of(name: str, prefix: str | tuple[str, ...], heading: Callable[[str], str]) -> str:
     """A table of probes: a mixer in each row, and one column for each key of the rows that begins with `prefix`."""
     result = read(name)
     columns = [key for key in result["rows"][0] if key.startswith(prefix)]
@@ -340,6 +340,7 @@ def summary() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "imdb": lambda: documents("imdb"),
     "digits": lambda: trained("digits", "mixer"),
+    "directions": lambda: columns_of("image_directions", ("digits", "CIFAR"), str),
     "cifar10": lambda: trained("cifar10", "model"),
     "language_mixers": language_mixers,
     "language_models": language_models,
