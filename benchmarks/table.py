@@ -255,11 +255,6 @@ def tracking() -> str:
     return draw(["mixer", *columns], lines) + "\n" + surroundings([*parity, *permutations.values()])
 
 
-def recall() -> str:
-    table = columns_of("mqar_vla", "pairs=", lambda key: key.replace("=", " = "))
-    return f"{table}\n\n`{read('mqar_vla')['command']}`"
-
-
 def documents(name: str) -> str:
     """Accuracy of document classifiers, over all documents and by their length in tokens, and the cost of a run."""
     result = read(name)
@@ -346,7 +341,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "language_models": language_models,
     "image_models": image_models,
     "mad": lambda: columns_of("mad", "data=", lambda key: key.removeprefix("data=mad_").replace("_", " ")),
-    "recall": recall,
+    "recall": lambda: columns_of("mqar_vla", "pairs=", lambda key: key.replace("=", " = ")),
     "packed": packed,
     "summary": summary,
     "tracking": tracking,
