@@ -1,9 +1,15 @@
 """What language models make of their context:
 
-python benchmarks/context.py TOKENS OUTPUT.json CHECKPOINT ... [--documents 100]
+python benchmarks/context.py TOKENS OUTPUT.json MODEL ... [--documents 100]
 
-TOKENS is a folder of `longseq prepare` with the tokenizer of the models. They read the longest test documents, up to
-32,768 tokens of each. Loss in nats a token, with its standard error over the documents:
+TOKENS is a folder of `longseq prepare` with the tokenizer of the models, which are checkpoints or folders. They read the
+longest test documents, up to 32,768 tokens of each. Attention beyond its window of 2,048, stretched or with a window:
+
+longseq convert source=CHECKPOINT output=FOLDER mixer=attention \\
+    'mixer.options.rotary_scaling={rope_type: yarn, factor: 16.0, original_max_position_embeddings: 2048}'
+longseq convert source=CHECKPOINT output=FOLDER mixer=window_attention mixer.options.window=2048
+
+Loss in nats a token, with its standard error over the documents:
 
 by position    of the tokens P/2 to P of a document
 by context     of the tokens 2,048 to 8,192, read with all tokens before them, or only with the last N to 2 N - 1
@@ -28,10 +34,10 @@ from report import find_device
 from torch import Tensor
 from torch.nn import functional
 
+import longseq
 from longseq.backbones.tokens import TokenBackbone
 from longseq.tasks.circumstances import find_circumstances
 from longseq.tasks.text.store import open_store
-from longseq.tasks.training.checkpoint import load
 
 LONGEST = 32_768
 FIRST, LAST = 2_048, 8_192  # the tokens that are read with less context
@@ -111,7 +117,7 @@ def figures(model: TokenBackbone, tokens: Tensor) -> Iterator[tuple[str, Tensor]
 @torch.no_grad()
 def measure(checkpoint: str, documents: list[Tensor], device: torch.device) -> dict[str, Any]:
     """A row: each figure with its standard error."""
-    model: Any = load(checkpoint, map_location=device, tasks=("lm",)).backbone.eval()
+    model = longseq.from_pretrained(checkpoint, device=device)
     sums: dict[str, list[tuple[float, int]]] = defaultdict(list)
     for document in documents:
         for name, losses in figures(model, document.to(device)):
