@@ -2,7 +2,7 @@
 
 python benchmarks/context.py TOKENS OUTPUT.json MODEL ... [--documents 100]
 
-TOKENS is a folder of `longseq prepare` with the tokenizer of the models, which are checkpoints or folders. They read the
+TOKENS is a folder of `longseq prepare` with the tokenizer of the models: checkpoints, or folders. They read the
 longest test documents, up to 32,768 tokens of each. Attention beyond its window of 2,048, stretched or with a window:
 
 longseq convert source=CHECKPOINT output=FOLDER mixer=attention \\
