@@ -2,8 +2,9 @@
 
 python benchmarks/context.py TOKENS OUTPUT.json MODEL ... [--documents 100]
 
-TOKENS is a folder of `longseq prepare` with the tokenizer of the models: checkpoints, or folders. They read the
-longest test documents, up to 32,768 tokens of each. Attention beyond its window of 2,048, stretched or with a window:
+TOKENS is a folder of `longseq prepare` with the tokenizer of the models. MODEL is a checkpoint or a folder of `longseq
+convert`. Models read the longest test documents, up to 32,768 tokens of each. To let attention that was trained on
+2,048 tokens read more, stretch its angles or give it a window:
 
 longseq convert source=CHECKPOINT output=FOLDER mixer=attention \\
     'mixer.options.rotary_scaling={rope_type: yarn, factor: 16.0, original_max_position_embeddings: 2048}'

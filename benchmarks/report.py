@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shlex
 import statistics
 import sys
@@ -40,8 +41,8 @@ def make_result(
     what: str, rows: Sequence[Mapping[str, Any]], device: torch.device, notes: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Rows with their hardware, the command, and notes for their reader."""
-    words = [word for word in sys.argv[1:] if not word.startswith(("--output=", "--cache="))]
-    command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *words])
+    command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    command = re.sub(r" --(output|cache)[= ]\S+", "", command)  # places on this machine
     return {
         "what": what,
         "command": command,

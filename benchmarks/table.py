@@ -8,7 +8,6 @@ A row is marked as older if changes.json names a later change of its mixer or op
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import statistics
@@ -242,17 +241,20 @@ def columns_of(name: str, prefix: str | tuple[str, ...], heading: Callable[[str]
 
 
 def tracking() -> str:
-    """State tracking by group and length; the products of permutations were measured for fewer mixers."""
-    parity = [
-        {key.replace("tokens=", "parity of "): cell for key, cell in row.items()}
-        for row in read("state_tracking")["rows"]
-    ]
-    permutations = {row["mixer"]: row for row in read("state_tracking_permutations")["rows"]}
-    rows = [{**permutations.get(row["mixer"], {}), **row} for row in parity]
-    columns = [f"{group} of {tokens}" for group, tokens in itertools.product(("parity", "S3"), (16, 64, 256))]
-    columns = [column for column in columns if any(column in row for row in rows)]
-    lines = [[row["mixer"], *(mean(row.get(column, "")) for column in columns)] for row in rows]
-    return draw(["mixer", *columns], lines) + "\n" + surroundings([*parity, *permutations.values()])
+    """State tracking by group and tokens; products of permutations were measured for fewer mixers."""
+    parity, permutations = read("state_tracking"), read("state_tracking_permutations")
+    others = {row["mixer"]: row for row in permutations["rows"]}
+    columns = {
+        "tokens=64": "parity of 64",
+        "tokens=256": "parity of 256",
+        **{key: key for key in ("S3 of 16", "S3 of 64")},
+    }
+    lines = []
+    for row in parity["rows"]:
+        cells = {**others.get(row["mixer"], {}), **row}
+        name = name_of(row, parity["kind"], row["mixer"], "state_tracking")
+        lines.append([name, *(mean(cells.get(column, "")) for column in columns)])
+    return draw(["mixer", *columns.values()], lines) + "\n" + surroundings([*parity["rows"], *permutations["rows"]])
 
 
 def documents(name: str) -> str:

@@ -16,7 +16,7 @@ No two documents are near-duplicates, so `prepare` may split them by a hash. `me
 the bits per byte of xz and of a Kneser-Ney model that counts the n-grams of the training tokens.
 
 `rfcs` writes rfcs/train.jsonl and rfcs/test.jsonl (a fifth, by a hash) for classifiers of long documents: the RFCs of
-prose.jsonl from their introduction on, which lacks the heads that name the category, their label.
+prose.jsonl, labelled with their category. They begin at the introduction: the head before it states the category.
 """
 
 from __future__ import annotations

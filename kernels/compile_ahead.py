@@ -3,9 +3,9 @@
 Triton compiles each kernel at its first launch, one after the other. Only the reading of the Python source holds the
 interpreter's lock. The passes of the compiler, ptxas and the C compiler of launchers can run in several threads.
 
-The modules of all launchers have one name, under which Python keeps one module: a launcher that is loaded again fills
-the module loaded last, and a thread that has not read its own launcher yet would get this one, that is another
-kernel's. So threads only fill Triton's cache, from which one thread then loads.
+Triton up to 3.6 loads every launcher as a module of the same name. When a launcher is loaded a second time, Python
+copies it into the module that has the name: that of another thread, perhaps, which has not read its own launcher yet
+and would run its kernel with the wrong one. So threads only fill Triton's cache, and one thread then loads from it.
 """
 
 import copy

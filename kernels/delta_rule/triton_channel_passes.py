@@ -56,7 +56,10 @@ SIZES = ["T", "H"]
 
 @triton.jit
 def share(count, REVERSE: tl.constexpr):
-    """The first, the end and the step of what this program does of `count` programs' work, in its half of the rows."""
+    """The first, the end and the step of the pieces of work, of `count`, that this program does.
+
+    It stays in its half of the rows: the direction follows from the program's number.
+    """
     program, programs = tl.program_id(0), tl.num_programs(0)
     if REVERSE != SECOND_HALF:
         return program, count, programs
