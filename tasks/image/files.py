@@ -4,7 +4,7 @@ A folder of shards, which `longseq prepare task=image` writes, holds for each sp
 
     SPLIT-000000.tar, ...   each image as KEY.jpg (or another ending), and its class number as KEY.cls, or its labels as
                             KEY.json ({"labels": [names]}): the layout of WebDataset
-    SPLIT.index.npy         int64 [N, 4]: shard, offset and length of the image's bytes, and their CRC-32
+    SPLIT.index.npy         int64 [N, 3]: shard, offset and length of the image's bytes
     SPLIT.targets.npy       int64 [N], class numbers; or uint8 [N, classes] of 0 and 1, several labels
     SPLIT.names.txt         N lines: the image's path in the input, relative to its folder, as JSON text
 
@@ -18,18 +18,16 @@ import csv
 import io
 import json
 import os
-import re
 import tarfile
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from decimal import Decimal
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from PIL import Image
 from timm.data.readers.class_map import load_class_map
+from timm.utils.misc import natural_key
 
 from longseq.tasks.data.labels import LABEL_COLUMN, Labels, name_some, no_column, read_labels, sort_names, targets_of
 from longseq.tasks.data.module import PassedOver, same_root
@@ -41,7 +39,7 @@ if TYPE_CHECKING:
 
 ClassMap = str | Mapping[str, int] | None
 
-# The names of a split's folder, tar file or table; capitals do not matter.
+# The names of a split's folder, tar file or table.
 SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "val"), "test": ("test",)}
 # The keys of `data` that name the splits.
 SPLIT_KEYS = {"train": "train_split", "validation": "val_split", "test": "test_split"}
@@ -200,17 +198,9 @@ class FolderLayout(Layout):
 
 def find_split(root: str, kind: str, name: str | None = None) -> str | None:
     """The folder or .tar of a split below `root`: `name`; or one of `SPLIT_NAMES` if `name` is None or the kind."""
-    present = {entry.lower(): entry for entry in sorted(os.listdir(root))} if os.path.isdir(root) else {}
-    if name is not None and name != kind:
-        named = (os.path.join(root, one) for one in (name, f"{name}.tar"))
-        return next((path for path in named if os.path.exists(path)), None)
-    for candidate in SPLIT_NAMES[kind]:
-        for entry in (candidate, f"{candidate}.tar"):
-            path = Path(root, present.get(entry, entry))
-            # With other capitals it may be a class: a split then holds folders.
-            if path.exists() and (path.name == entry or path.is_file() or any(map(Path.is_dir, path.iterdir()))):
-                return str(path)
-    return None
+    names = SPLIT_NAMES[kind] if name in (None, kind) else (name,)
+    paths = (os.path.join(root, f"{one}{ending}") for one in names for ending in ("", ".tar"))
+    return next(filter(os.path.exists, paths), None)
 
 
 def open_classes(
@@ -238,10 +228,9 @@ def open_classes(
     return FileSource(path, names_by_number(numbers), targets, paths, places)
 
 
-def natural_order(name: str) -> tuple[list[str | Decimal], str]:
+def natural_order(name: str) -> tuple[list[str | int], str]:
     """A sort key for names: numbers by value, without regard to case."""
-    parts = re.split(r"(\d+)", name.lower())
-    return [Decimal(part) if index % 2 else part for index, part in enumerate(parts)], name
+    return natural_key(name), name
 
 
 def sort_classes(names: Iterable[str]) -> list[str]:
@@ -303,12 +292,6 @@ def class_numbers(class_map: ClassMap, root: str = "") -> dict[str, int] | None:
     """The class numbers of `data.class_map`, a mapping or a file; a .txt file names one class per line."""
     if class_map is None:
         return None
-    if isinstance(class_map, str) and class_map.endswith(".txt"):
-        path = Path(class_map) if os.path.exists(class_map) else Path(root, class_map)
-        names = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
-        if len(set(names)) < len(names):
-            raise ValueError(f"{path} names a class twice")
-        return {name: number for number, name in enumerate(names)}
     numbers = load_class_map(class_map if isinstance(class_map, str) else dict(class_map), root)
     return {str(name): number for name, number in numbers.items()}
 
@@ -364,16 +347,13 @@ def _read_rows(path: Path, keys: ImageDataKeys) -> Iterator[_Row]:
     seen: dict[str, int] = {}
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file, strict=True)
-        present = list(reader.fieldnames or [])
-        if missing := no_column(present, (named, *columns)):
+        if missing := no_column(reader.fieldnames or [], (named, *columns)):
             raise ValueError(f"{path} has {missing}")
-        if len(set(present)) < len(present):
-            raise ValueError(f"{path} has two columns of one name")
         for row in reader:
             line = reader.line_num
             try:
-                if None in row or not row[named]:
-                    raise ValueError("too many cells" if None in row else "no file")
+                if None in row:
+                    raise ValueError("too many cells")
                 image = str(path.parent / row[named])  # "./a.png" and "a.png" are one file
                 if image in seen:
                     raise ValueError(f"{row[named]!r} is in line {seen[image]} already")
@@ -386,7 +366,7 @@ def _read_rows(path: Path, keys: ImageDataKeys) -> Iterator[_Row]:
 
 
 class ShardSource(StoredSource):
-    """One split of a folder of shards, whose images are read by offset and compared with their checksums.
+    """One split of a folder of shards, whose images are read by offset.
 
     Classes are numbered as in the manifest, or as in `order` if it has the same classes.
     """
@@ -409,13 +389,10 @@ class ShardSource(StoredSource):
         self._names = [json.loads(line) for line in names]
 
     def read_bytes(self, index: int) -> bytes:
-        shard, offset, size, wanted = self._index[index].tolist()
+        shard, offset, size = self._index[index].tolist()
         with open(self.root / self.shards[shard], "rb", buffering=0) as file:
             file.seek(offset)
-            data = file.read(size)
-        if zlib.crc32(data) != wanted:
-            raise ValueError("its bytes are not those that were written")
-        return data
+            return file.read(size)
 
     def path(self, index: int) -> str:
         return f"{self.root / self.shards[int(self._index[index, 0])]}/{self._names[index]}"

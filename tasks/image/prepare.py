@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import tarfile
-import zlib
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -171,7 +170,7 @@ class _Writer:
 
     def __init__(self, folder: Path, split: str, source: Any, keys: PrepareImages) -> None:
         self.folder, self.split, self.source, self.keys = folder, split, source, keys
-        self.rows: list[tuple[int, int, int, int]] = []
+        self.rows: list[tuple[int, int, int]] = []
         self.targets: list[Any] = []
         self.names: list[str] = []
         self.shards: list[str] = []
@@ -196,7 +195,7 @@ class _Writer:
             member = tarfile.TarInfo(name)
             member.size = len(data)
             self.tar.addfile(member, io.BytesIO(data))
-        self.rows.append((len(self.shards) - 1, offset, len(one.data), zlib.crc32(one.data)))
+        self.rows.append((len(self.shards) - 1, offset, len(one.data)))
         self.targets.append(target)
         place = os.path.relpath(self.source.path(index), os.path.dirname(self.source.label) or ".")
         self.names.append(place if ending_of(place) == one.ending else f"{place}.{one.ending}")
