@@ -26,9 +26,9 @@ Set = dict[str, Any] | None
 Part = Annotated[float, Field(ge=0, le=1)]
 Span = Annotated[tuple[Positive, Positive], Field(strict=False)]  # the smallest and the largest value
 
-# The source for the user's own classes, and the keys that name them.
-OWN, DATAMODULE = "own", "datamodule"
-OWN_KEYS = ("train_set", "val_set", "test_set", DATAMODULE)
+# The source for Datasets of the user, and the keys that name them.
+OWN = "own"
+OWN_KEYS = ("train_set", "val_set", "test_set")
 # The keys for the labels of folders and tables.
 LABEL_KEYS = ("class_map", "file_column", "label_column", "label_delimiter")
 
@@ -82,7 +82,6 @@ class ImageDataKeys(Keys):
     train_set: Set = key(None, "of source=own: {_target_: my_module.MyDataset, OPTION: VALUE}")
     val_set: Set = key(None, "as train_set; null: val_fraction of the training set")
     test_set: Set = key(None, "as train_set; null: the validation set")
-    datamodule: Set = key(None, "a LightningDataModule in place of all three")
 
     @model_validator(mode="after")
     def _agree(self) -> ImageDataKeys:

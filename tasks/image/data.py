@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from longseq.tasks.config import read
 from longseq.tasks.data.labels import count_classes, find_weights, name_some, rarest_labels, wrong_class
@@ -32,7 +33,7 @@ from longseq.tasks.image.files import (
     require_same_numbers,
 )
 from longseq.tasks.image.info import DataInfo
-from longseq.tasks.image.own import DatasetSource, OwnDataModule, OwnLayout
+from longseq.tasks.image.own import DatasetSource, OwnLayout
 from longseq.tasks.image.predict import ImageFiles
 from longseq.tasks.image.sources import (
     SOURCES,
@@ -49,7 +50,6 @@ from longseq.tasks.image.sources import (
 )
 from longseq.tasks.image.transforms import evaluation_transform, normalize, training_transform
 from longseq.tasks.training.system import usable_cores
-from longseq.tasks.training.targets import is_named
 
 _log = logging.getLogger(__name__)
 
@@ -105,11 +105,8 @@ class ImageDataModule(TaskData):
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any], batch_size: int) -> Any:
-        """The data of a configuration: an `ImageDataModule`, or an `OwnDataModule`."""
+    def from_config(cls, config: Mapping[str, Any], batch_size: int) -> Self:
         keys = read(ImageDataKeys, config["data"], "data")
-        if is_named(keys.datamodule):
-            return OwnDataModule.from_config(config, batch_size)
         datamodule = cls(keys, batch_size=batch_size, seed=config["seed"], augment=config["recipe"]["augment"])
         datamodule.prepare_data()
         datamodule.setup()
@@ -126,7 +123,7 @@ class ImageDataModule(TaskData):
     @classmethod
     def for_evaluation(
         cls, config: Mapping[str, Any], changes: Mapping[str, Any], *, split: str, trained: DataInfo, batch_size: int
-    ) -> Any:
+    ) -> Self:
         own = dict(config.get("data") or trained.to_keys())
         source = changes.get("source", own.get("source"))
         same_source = source == own.get("source")
@@ -137,11 +134,6 @@ class ImageDataModule(TaskData):
         if source == "csv":
             measured.pop("class_map", None)
         keys = read(ImageDataKeys, measured, "data")
-        if is_named(keys.datamodule):
-            stage = {"val": "validate", "test": "test"}[split]
-            given = OwnDataModule(keys, batch_size=keys.eval_batch_size or batch_size, stage=stage)
-            given._info = _adopt_classes(given.info, trained, numbers)
-            return given
         datamodule = cls(keys, batch_size=batch_size, seed=config.get("seed", 0))
         moved = not same_root(datamodule.root, own.get("root"))
         foreign = not same_source or (moved and not datamodule._holds_training(own, trained))

@@ -1,32 +1,20 @@
-"""A plug-in's torch Dataset or LightningDataModule as the data of image classification."""
+"""A plug-in's torch Datasets as the data of image classification."""
 
 from __future__ import annotations
 
-import inspect
-import logging
-import os
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
-from lightning.pytorch import LightningDataModule
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from PIL import Image
 from torch import Tensor
 
-from longseq.tasks.config import read
-from longseq.tasks.data.labels import LabelError, find_weights
+from longseq.tasks.data.labels import LabelError
 from longseq.tasks.data.loader import IMAGES, TARGETS, find_entry
-from longseq.tasks.data.module import TaskData
-from longseq.tasks.image.config import DATAMODULE, ImageDataKeys
+from longseq.tasks.image.config import ImageDataKeys
 from longseq.tasks.image.decoding import decoding, in_eight_bits, upright
 from longseq.tasks.image.files import Layout, names_by_number
-from longseq.tasks.image.info import DataInfo
-from longseq.tasks.image.predict import ImageFiles
 from longseq.tasks.training.targets import TARGET, build_own, is_named
-
-_log = logging.getLogger(__name__)
 
 _SETS = {"train": "train_set", "validation": "val_set", "test": "test_set"}
 
@@ -126,127 +114,3 @@ def class_names_of(dataset: Any, label: str) -> list[str]:
             raise ValueError(f"{label}.class_to_idx must number its classes from 0 to {len(numbers) - 1}")
         return names_by_number(numbers)
     return [] if classes is None else [str(name) for name in classes]
-
-
-class OwnDataModule(TaskData):
-    """The loaders, hooks and state of the LightningDataModule that `data.datamodule` names.
-
-    Batches are as in `longseq.tasks.ImageClassifier.read_batch`, with images that are ready for the model; `keys`
-    (img_size, mean, std and more) state how they were prepared, for predictions and exported files. The class names are
-    its attribute `classes` or `class_to_idx`; without names, their number is its `num_classes` or `data.num_classes`.
-    Without a test loader, the validation is also the test. `setup` is called once for each stage (fit, validate, test).
-    An evaluation (`stage` validate or test) on several processes is an error.
-    """
-
-    info_class = DataInfo
-    inputs = ImageFiles
-    splits = None
-
-    def __init__(self, keys: ImageDataKeys, *, batch_size: int, stage: str = "fit") -> None:
-        super().__init__()
-        self.keys, self._one_process = keys, stage != "fit"
-        self._build(batch_size, stage)
-        if stage != "validate" and not self._has_test:
-            _log.warning("%s has no test split: the validation images are also the test images", self.label)
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any], batch_size: int) -> OwnDataModule:
-        return cls(read(ImageDataKeys, config["data"], "data"), batch_size=batch_size)
-
-    def _build(self, batch_size: int, stage: str) -> None:
-        node: Any = self.keys.datamodule
-        self.own: LightningDataModule = build_own(node, f"data.{DATAMODULE}", {"batch_size": batch_size})
-        self.label = str(node[TARGET])
-        self.batch_size, self.eval_batch_size = batch_size, self.keys.eval_batch_size or batch_size
-        self._stages: set[str | None] = set()
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            self.own.prepare_data()
-        self.setup(stage)
-        self._info = self._describe(stage)
-
-    @property
-    def info(self) -> DataInfo:
-        return self._info
-
-    @property
-    def batches_per_epoch(self) -> None:
-        """None: known when the run begins."""
-        return
-
-    @property
-    def registered_parts(self) -> list[Any]:
-        return [type(self.own)]
-
-    def take_recipe(self, config: Mapping[str, Any], batch_size: int) -> None:
-        if "batch_size" in inspect.signature(type(self.own)).parameters:
-            self._build(batch_size, "fit")
-        self.batch_size, self.eval_batch_size = batch_size, self.keys.eval_batch_size or batch_size
-
-    def setup(self, stage: str | None = None) -> None:
-        self.own.trainer = self.trainer
-        if stage not in self._stages:
-            self._stages.add(stage)
-            self.own.setup(stage)  # type: ignore[arg-type]
-
-    def teardown(self, stage: str) -> None:
-        self._stages.discard(stage)
-        self.own.teardown(stage)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.own.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.own.load_state_dict(state_dict)
-
-    def on_exception(self, exception: BaseException) -> None:
-        self.own.on_exception(exception)
-
-    def train_dataloader(self) -> Any:
-        loader = self.own.train_dataloader()
-        size = getattr(loader, "batch_size", None)
-        if isinstance(size, int) and size != self.batch_size:  # the learning rate belongs to the recipe's batch
-            raise ValueError(f"{self.label} makes batches of {size}, and recipe.batch_size means {self.batch_size}")
-        return loader
-
-    def val_dataloader(self) -> Any:
-        return self._evaluated("val_dataloader")
-
-    def test_dataloader(self) -> Any:
-        return self._evaluated("test_dataloader" if self._has_test else "val_dataloader")
-
-    @property
-    def _has_test(self) -> bool:
-        return is_overridden("test_dataloader", self.own, LightningDataModule)
-
-    def _evaluated(self, name: str) -> Any:
-        if self._one_process and self.trainer is not None and self.trainer.world_size > 1:
-            raise ValueError(f"{self.label} does not divide its samples among processes: give trainer.devices=1")
-        return getattr(self.own, name)()
-
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return self.own.on_before_batch_transfer(batch, dataloader_idx)
-
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        return self.own.transfer_batch_to_device(batch, device, dataloader_idx)
-
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """The batch as (images, labels), also for callbacks."""
-        trainer: Any = self.trainer
-        images, targets = trainer.lightning_module.read_batch(self.own.on_after_batch_transfer(batch, dataloader_idx))
-        wanted = (self.keys.in_chans, self.keys.img_size, self.keys.img_size)
-        if not isinstance(images, Tensor) or not images.is_floating_point() or images.shape[1:] != wanted:
-            raise ValueError(f"{self.label}: images must be floats {['B', *wanted]}")
-        return images, targets
-
-    def _describe(self, stage: str) -> DataInfo:
-        keys, names = self.keys, class_names_of(self.own, self.label)
-        count = keys.num_classes or getattr(self.own, "num_classes", None) or len(names)
-        if count < max(1, len(names)):
-            raise ValueError(f"{self.label} has no class names: give it `classes`, or give data.num_classes=N")
-        names += [str(index) for index in range(len(names), count)]
-        sizes: dict[str, int | None] = {}
-        if stage == "fit":
-            dataset = getattr(self.own.train_dataloader(), "dataset", None)
-            sizes = {"train": (len(dataset) if isinstance(dataset, Sized) else None) or keys.train_samples}
-        weights = find_weights(keys.class_weights, [], 0, names, multi_label=keys.multi_label)
-        return DataInfo.from_keys(keys, class_names=names, class_weights=weights, sizes=sizes)

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
-from lightning.pytorch import LightningDataModule
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -45,7 +42,6 @@ PLUGIN_CLASSES: Mapping[str, type] = {
     "data.train_set": Dataset,
     "data.val_set": Dataset,
     "data.test_set": Dataset,
-    "data.datamodule": LightningDataModule,
 }
 _REGISTERED: dict[tuple[str, str], Any] = {}
 
@@ -96,12 +92,7 @@ def is_named(node: Any) -> bool:
     return isinstance(node, Mapping) and node.get(TARGET) is not None
 
 
-def build_own(node: Mapping[str, Any], key: str, given: Mapping[str, Any] = MappingProxyType({})) -> Any:
-    """An object of the plug-in's class that `node` names at the place `key`, with the other keys of `node`.
-
-    It also gets the arguments in `given` that its constructor takes.
-    """
+def build_own(node: Mapping[str, Any], key: str) -> Any:
+    """An object of the plug-in's class that `node` names at the place `key`, with the other keys of `node`."""
     cls: Any = plugins.find_class(node[TARGET], PLUGIN_CLASSES[key], f"{key}.{TARGET}")
-    options = {name: value for name, value in node.items() if name != TARGET}
-    taken = inspect.signature(cls).parameters
-    return cls(**{name: value for name, value in given.items() if name in taken} | options)
+    return cls(**{name: value for name, value in node.items() if name != TARGET})

@@ -86,9 +86,8 @@ def build_trainer(
         options["profiler"] = targets.build(options["profiler"], targets.PROFILERS, "trainer.profiler")
     trainer = Trainer(
         **options,
-        # Our data modules divide samples among processes themselves, without padding; for a user's, Lightning does it.
+        use_distributed_sampler=False,  # our data modules divide samples among processes themselves, without padding
         # The module sets the number of epochs when the fit begins.
-        use_distributed_sampler=targets.is_named((config.get("data") or {}).get("datamodule")),
         max_epochs=-1,
         callbacks=callbacks or [],
         logger=build_loggers(config.get("logger"), first_update) or False,

@@ -1,13 +1,8 @@
-"""A plug-in with classes that a configuration names: a model, a Dataset and a LightningDataModule; dark or bright."""
-
-import os
-import signal
-from pathlib import Path
+"""A plug-in with classes that a configuration names: a model and a Dataset; dark or bright."""
 
 import torch
-from lightning.pytorch import LightningDataModule
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import Dataset
 
 
 class Net(nn.Module):
@@ -42,38 +37,3 @@ class Squares(Dataset):
         label = index % 2
         pixels = torch.randint(128 * label, 128 * (label + 1), (3, 8, 8), generator=draw, dtype=torch.uint8)
         return pixels, 7 if index == self.wrong else label
-
-
-class Batches(LightningDataModule):
-    """Finished batches; its state is the number of its training loaders. A file `stop` ends the run that finds it."""
-
-    num_classes = 2
-
-    def __init__(self, batch_size: int) -> None:
-        super().__init__()
-        self.batch_size, self.loaders, self.stages = batch_size, 0, []
-
-    def setup(self, stage: str) -> None:
-        self.stages.append(stage)
-        squares = Squares(32)
-        images = torch.stack([squares[place][0] for place in range(32)])
-        self.rows = TensorDataset(images / 127.5 - 1, torch.arange(32) % 2)
-
-    def on_before_batch_transfer(self, batch, dataloader_idx: int):
-        if self.trainer.global_step == 5 and (mark := Path("stop")).exists():
-            mark.unlink()
-            os.kill(os.getpid(), signal.SIGTERM)
-        return batch
-
-    def train_dataloader(self) -> DataLoader:
-        self.loaders += 1
-        return DataLoader(self.rows, self.batch_size)
-
-    def val_dataloader(self) -> DataLoader:
-        return DataLoader(self.rows, 16)
-
-    def state_dict(self):
-        return {"loaders": self.loaders, "stages": self.stages}
-
-    def load_state_dict(self, state) -> None:
-        self.loaders += state["loaders"]

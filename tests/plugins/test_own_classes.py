@@ -1,10 +1,9 @@
-"""Classes that a configuration names in a plug-in: the user's model, Dataset and LightningDataModule."""
+"""Classes that a configuration names in a plug-in: the user's model and Dataset."""
 
 from __future__ import annotations
 
 import json
 import shutil
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -74,28 +73,6 @@ def test_own_model_and_dataset_train_and_are_used(
     torch.testing.assert_close(torch.jit.load(folder / "own.pt")(images), model(images))
 
 
-@pytest.mark.slow
-def test_own_datamodule_trains_and_resumes(folder: Path, command_here: Any) -> None:
-    data = f"data.datamodule={{_target_: {MODULE}.Batches}}"
-    words = ("train", *NET, *SMALL, data, "recipe.batch_size=8", "recipe.epochs=2", "output=run")
-    (folder / "stop").touch()
-    assert command_here(folder, *words).returncode == 128 + signal.SIGTERM
-    last = folder / "run/checkpoints/last.ckpt"
-    before = torch.load(last, weights_only=True)
-    assert before["OwnDataModule"]["stages"] == ["fit"]
-    again = command_here(folder, *words, f"resume={last}")
-    assert again.returncode == 0, again.stderr
-    assert "own_shapes.Batches has no test split: the validation images are also the test images" in again.stderr
-    after = torch.load(last, weights_only=True)
-    assert before["global_step"] < after["global_step"] == 8
-    assert after["OwnDataModule"]["loaders"] > before["OwnDataModule"]["loaders"]
-    evaluated = command_here(folder, "evaluate", BEST, f"plugins=[{MODULE}]", "output=again.json")
-    assert evaluated.returncode == 0, evaluated.stderr
-    told, found = (json.loads((folder / name).read_text()) for name in ("run/metrics.json", "again.json"))
-    assert found["test/images"] == 32
-    assert found["test/loss"] == pytest.approx(told["test/loss"], rel=1e-6)
-
-
 def open_test_set(node: dict[str, Any]) -> None:
     train = {"_target_": "own_shapes.Squares", "samples": 9}
     keys = ImageDataKeys(name="own", source="own", img_size=8, train_set=train, test_set=node)
@@ -105,7 +82,7 @@ def open_test_set(node: dict[str, Any]) -> None:
 def test_only_classes_of_plug_ins_are_built(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     plugins.load([MODULE])
-    for target in ("os.system", "own_shapes.Net", "own_shapes.TensorDataset", "builtins.dict"):
+    for target in ("os.system", "own_shapes.Net", "own_shapes.Dataset", "builtins.dict"):
         with pytest.raises(ValueError, match="plug-in"):
             open_test_set({"_target_": target})
 
