@@ -33,12 +33,11 @@ from longseq.tasks.image.files import (
     require_same_numbers,
 )
 from longseq.tasks.image.info import DataInfo
-from longseq.tasks.image.own import DatasetSource, OwnLayout
 from longseq.tasks.image.predict import ImageFiles
 from longseq.tasks.image.sources import (
     SOURCES,
-    ImageFolderLayout,
     NamedLayout,
+    OwnLayout,
     Split,
     Splits,
     finish_splits,
@@ -66,8 +65,8 @@ _LAYOUTS: Mapping[str, type[Layout]] = {
     "csv": TableLayout,
     "shards": ShardLayout,
     OWN: OwnLayout,
-    "torch/folder": ImageFolderLayout,
-    "torch/image_folder": ImageFolderLayout,
+    "torch/folder": FolderLayout,
+    "torch/image_folder": FolderLayout,
 }
 
 
@@ -75,9 +74,10 @@ class ImageDataModule(TaskData):
     """Images of one source, augmented for training, with fixed sets for validation and test.
 
     `source` is digits, fashion_mnist, cifar10, folder (a folder or a .tar with class folders), shards, csv (see
-    `longseq.tasks.image.files`), own (see `longseq.tasks.image.own`), or a name that timm reads: hfds/NAME, torch/NAME,
-    and the streams hfids/NAME and wds/NAME. Batches are (images, targets): uint8 images on the host, and normalised
-    float32 [B, C, S, S] on the device. Targets are int64 [B], with `multi_label` float32 [B, classes] of 0 and 1.
+    `longseq.tasks.image.files`), own (Datasets, see `longseq.tasks.image.sources.DatasetSource`), or a name that timm
+    reads: hfds/NAME, torch/NAME, and the streams hfids/NAME and wds/NAME. Batches are (images, targets): uint8 images
+    on the host, and normalised float32 [B, C, S, S] on the device. Targets are int64 [B], with `multi_label` float32
+    [B, classes] of 0 and 1.
     `batch_size` is the training batch of one device. Training draws are functions of (seed, epoch, sample, repeat).
     `split_seed`, not the seed of the run, chooses the validation images that are held out. For classes of different
     sizes, see `longseq.tasks.data.labels.find_weights` and `longseq.tasks.data.sampler.BalancedSampler`.
@@ -157,8 +157,9 @@ class ImageDataModule(TaskData):
 
     @property
     def registered_parts(self) -> list[Any]:
-        if self.splits is not None and isinstance(self.splits.train.source, DatasetSource):
-            return [type(self.splits.train.source.dataset)]
+        if self.splits is not None and self.keys.source == OWN:
+            source: Any = self.splits.train.source
+            return [type(source.dataset)]
         return [SOURCES[self.keys.source]] if self.keys.source in SOURCES else []
 
     @property

@@ -8,21 +8,21 @@ import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 from PIL import Image
 from timm.data import create_dataset
 from timm.data.readers import create_reader
+from torch import Tensor
 from torchvision import datasets as torchvision_datasets
 
 from longseq.tasks.data.labels import LabelError, number_of_class, rarest_labels, require_one_list
-from longseq.tasks.image.decoding import decode, decoding, image_endings, in_eight_bits, is_image, upright
+from longseq.tasks.data.loader import IMAGES, TARGETS, find_entry
+from longseq.tasks.image.decoding import decode, decoding, image_endings, in_eight_bits, upright
 from longseq.tasks.image.files import (
     SPLIT_KEYS,
     FileSource,
-    FolderLayout,
     Layout,
     StoredSource,
     class_numbers,
@@ -30,6 +30,7 @@ from longseq.tasks.image.files import (
     names_by_number,
     open_classes,
 )
+from longseq.tasks.training.targets import TARGET, build_own, is_named
 
 if TYPE_CHECKING:
     from longseq.tasks.image.config import ImageDataKeys
@@ -38,10 +39,10 @@ _log = logging.getLogger(__name__)
 
 _STREAMS = ("hfids", "wds")
 
-# Data sets of torchvision with the splits train and test. timm reads any unknown name as test.
+# Data sets of torchvision with the splits train and test.
 _TWO_PARTS = ("cifar10", "cifar100", "fashion_mnist", "kmnist", "mnist", "qmnist")
 _TRAINING_WORDS = ("train", "training")
-_HELD_OUT_WORDS = ("val", "valid", "validation", "eval", "evaluation", "test")
+_SETS = {"train": "train_set", "validation": "val_set", "test": "test_set"}
 
 
 class Source(Protocol):
@@ -136,10 +137,8 @@ class HubSource:
 
     def read_file(self, index: int) -> tuple[bytes, int]:
         """The contents of the image's file, and its class."""
-        try:
+        with decoding():  # a row may have no image
             stream, target = self.reader[index]
-        except (AssertionError, TypeError) as error:
-            raise ValueError("its row has no image") from error
         with stream:
             return stream.read(), number_of_class(target, self.label)
 
@@ -150,42 +149,73 @@ class HubSource:
     def targets(self) -> np.ndarray:
         if self._targets is None:
             numbers = (number_of_class(target, self.label) for target in self.reader.iter_targets())
-            try:
-                self._targets = np.fromiter(numbers, dtype=np.int64)
-            except LabelError as error:
-                raise ValueError(str(error)) from error
+            self._targets = np.fromiter(numbers, dtype=np.int64)
         return self._targets
 
 
-class TorchvisionSource:
-    """A data set of torchvision."""
+class DatasetSource:
+    """The samples of a Dataset: pairs (image, label), or dictionaries with the keys of `ImageClassifier.read_batch`.
 
-    def __init__(self, dataset: Any, label: str) -> None:
-        self.dataset, self.label = dataset, label
-        targets = getattr(dataset, "targets", None)
-        self._targets = None if targets is None else np.asarray(targets, dtype=np.int64)
+    An image is a Pillow image, a uint8 array `[H, W]` or `[H, W, 3]`, or a uint8 tensor `[C, H, W]`. A label is a class
+    number, or for several labels `[C]` of 0 and 1. Class names come from the Dataset's `classes` or `class_to_idx`, as
+    in torchvision, and are numbers otherwise. If the Dataset has `targets`, each sample must agree with them.
+    """
+
+    def __init__(self, dataset: Any, label: str, *, num_classes: int | None, multi_label: bool = False) -> None:
+        self.dataset, self.label, self.multi_label = dataset, label, multi_label
         names = getattr(dataset, "classes", None)
         if names is None:
-            names = [] if self._targets is None else range(int(self._targets.max()) + 1)
+            names = names_by_number(getattr(dataset, "class_to_idx", {}))
         self.class_names = [name[0] if isinstance(name, tuple) else str(name) for name in names]
-        if hasattr(dataset, "loader"):
-            dataset.loader = decode
+        self.num_classes = max(len(names), num_classes or 0)
+        shape = (len(dataset), self.num_classes) if multi_label else (len(dataset),)
+        known = np.asarray(getattr(dataset, "targets", None))
+        self._targets = known.astype(np.float32 if multi_label else np.int64) if known.shape == shape else None
 
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def read(self, index: int) -> tuple[Image.Image, int]:
-        with decoding():
-            image, target = self.dataset[index]
-            image = in_eight_bits(upright(image))
-        return image, number_of_class(target, self.label)
+    def read(self, index: int) -> tuple[Image.Image, Any]:
+        sample = self.dataset[index]
+        if isinstance(sample, Mapping):
+            image, target = find_entry(sample, IMAGES, "images"), find_entry(sample, TARGETS, "labels")
+        else:
+            image, target = sample
+        label = self._label(target)
+        if self._targets is not None and not np.array_equal(label, self._targets[index]):
+            raise LabelError(f"its label is not targets[{index}], which is {self._targets[index].tolist()}")
+        return as_image(image), label
 
     def path(self, index: int) -> str:
-        samples = getattr(self.dataset, "samples", None)
-        return str(samples[index][0]) if samples else f"{self.label}#{index}"
+        folder = isinstance(self.dataset, torchvision_datasets.DatasetFolder)
+        return str(self.dataset.samples[index][0]) if folder else f"{self.label}#{index}"
 
     def targets(self) -> np.ndarray | None:
         return self._targets
+
+    def _label(self, target: Any) -> Any:
+        values = np.asarray(target)
+        if self.multi_label:
+            if values.shape != (self.num_classes,) or not np.isin(values, (0, 1)).all():
+                raise LabelError(f"its labels must be {self.num_classes} numbers, each 0 or 1")
+            return values.astype(np.float32)
+        if values.size != 1 or not np.issubdtype(values.dtype, np.integer):
+            raise LabelError(f"its label {target!r} must be the number of a class")
+        number = int(values.reshape(()))
+        if not 0 <= number < self.num_classes:
+            raise LabelError(f"its label {number} is not among the classes 0 to {self.num_classes - 1}")
+        return number
+
+
+def as_image(image: Any) -> Image.Image:
+    """An upright 8-bit image from a Pillow image, or a uint8 array `[H, W(, 1 or 3)]` or tensor `[C, H, W]`."""
+    if isinstance(image, Image.Image):
+        with decoding():
+            return in_eight_bits(upright(image))
+    pixels = image.permute(1, 2, 0).numpy() if isinstance(image, Tensor) and image.ndim == 3 else np.asarray(image)
+    if pixels.dtype != np.uint8 or pixels.ndim not in (2, 3) or (pixels.ndim == 3 and pixels.shape[2] not in (1, 3)):
+        raise ValueError(f"the image {list(pixels.shape)} of {pixels.dtype} must be uint8 with 1 or 3 channels")
+    return Image.fromarray(np.ascontiguousarray(pixels.squeeze(2) if pixels.shape[2:] == (1,) else pixels))
 
 
 def split_off(split: Split, fraction: float, seed: int) -> tuple[Split, Split]:
@@ -288,12 +318,10 @@ def register_source(name: str) -> Callable[[Opener], Opener]:
     """Register the source that `data.source=NAME` chooses: `@register_source("name")`.
 
     The function is called with (root, download=..., val_fraction=..., split_seed=...), the keys of `data`, and returns
-    the splits of one or more `Source`s, which worker processes read. ValueError for a name that is taken.
+    the splits of one or more `Source`s, which worker processes read.
     """
 
     def enter(opener: Opener) -> Opener:
-        if name in SOURCES or name in ("folder", "shards", "csv", "own") or "/" in name:
-            raise ValueError(f"there is a source {name!r} already")
         SOURCES[name] = opener
         return opener
 
@@ -320,26 +348,34 @@ class NamedLayout(Layout):
         if self.names[kind] is None:
             return None
         if self.keys.source.lower().rpartition("/")[2] in _TWO_PARTS:
-            if name not in (*_TRAINING_WORDS, *_HELD_OUT_WORDS):
-                raise ValueError(f"data.{SPLIT_KEYS[kind]}={name}: {self.keys.source} has the splits train and test")
             return "train" if name in _TRAINING_WORDS else "test"
         return "train" if name in _TRAINING_WORDS else name
 
     def open(self, part: str, class_names: Sequence[str] | None = None) -> Source:
         source = self.keys.source
         if source.startswith("torch/"):
-            dataset = create_dataset(source, root=self.cache, split=part, download=self.keys.download)
-            return TorchvisionSource(dataset, source)
+            dataset: Any = create_dataset(source, root=self.cache, split=part, download=self.keys.download)
+            if hasattr(dataset, "loader"):
+                dataset.loader = decode
+            return DatasetSource(dataset, source, num_classes=self.keys.num_classes)
         numbers = class_numbers(self.keys.class_map)
         return HubSource(create_reader(source, root=self.cache, split=part, class_map=numbers), source)
 
 
-class ImageFolderLayout(FolderLayout):
-    """torch/image_folder: torchvision's ImageFolder for each split, a folder below `data.root`."""
+class OwnLayout(Layout):
+    """The Datasets of `data.train_set`, `data.val_set` and `data.test_set`; the last two may be missing."""
 
-    def open(self, part: str, class_names: Sequence[str] | None = None) -> Source:
-        is_valid: Any = lambda file: is_image(Path(file).name)  # noqa: E731
-        return TorchvisionSource(torchvision_datasets.ImageFolder(part, is_valid_file=is_valid), self.keys.source)
+    def __init__(self, keys: ImageDataKeys) -> None:
+        super().__init__(keys)
+        self.names = {kind: kind for kind in _SETS}
+
+    def find(self, kind: str, name: str) -> str | None:
+        return _SETS[kind] if kind == "train" or is_named(getattr(self.keys, _SETS[kind])) else None
+
+    def open(self, part: str, class_names: Sequence[str] | None = None) -> DatasetSource:
+        node, keys = getattr(self.keys, part), self.keys
+        dataset = build_own(node, f"data.{part}")
+        return DatasetSource(dataset, str(node[TARGET]), num_classes=keys.num_classes, multi_label=keys.multi_label)
 
 
 def require_one_class_list(keys: ImageDataKeys, root: str | None) -> None:

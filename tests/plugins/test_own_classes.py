@@ -15,7 +15,8 @@ from torchvision.utils import save_image
 import longseq
 from longseq import plugins
 from longseq.tasks import ImageDataKeys
-from longseq.tasks.image.own import OwnLayout
+from longseq.tasks.data.labels import LabelError
+from longseq.tasks.image.sources import OwnLayout, Source
 
 MODULE = "own_shapes"
 NET = ("model=own", f"model._target_={MODULE}.Net", "data=own", f"plugins=[{MODULE}]")
@@ -73,10 +74,10 @@ def test_own_model_and_dataset_train_and_are_used(
     torch.testing.assert_close(torch.jit.load(folder / "own.pt")(images), model(images))
 
 
-def open_test_set(node: dict[str, Any]) -> None:
+def open_test_set(node: dict[str, Any]) -> Source | None:
     train = {"_target_": "own_shapes.Squares", "samples": 9}
     keys = ImageDataKeys(name="own", source="own", img_size=8, train_set=train, test_set=node)
-    OwnLayout(keys).open_held_out("test", [], foreign=False)
+    return OwnLayout(keys).open_held_out("test", [], foreign=False)
 
 
 def test_only_classes_of_plug_ins_are_built(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,5 +92,7 @@ def test_labels_that_do_not_fit_the_classes_are_refused(folder: Path, monkeypatc
     monkeypatch.chdir(folder)
     plugins.load([MODULE])
     for wrong in ({"wrong": 0}, {"told": 1}):
-        with pytest.raises(ValueError, match="label"):
-            open_test_set({"_target_": "own_shapes.Squares", "samples": 9, **wrong})
+        source = open_test_set({"_target_": "own_shapes.Squares", "samples": 9, **wrong})
+        assert source is not None
+        with pytest.raises(LabelError, match="label"):
+            source.read(0)
