@@ -13,7 +13,7 @@ from longseq.files import replacing
 from longseq.tasks import registry
 from longseq.tasks.circumstances import choose_device
 from longseq.tasks.commands import Predict
-from longseq.tasks.data.module import Inputs, Prediction, Unreadable, describe_passed_over
+from longseq.tasks.data.module import Inputs, Prediction, Unreadable
 from longseq.tasks.report import quiet_libraries
 from longseq.tasks.training import checkpoint
 from longseq.tasks.training.configuration import read_command
@@ -42,18 +42,16 @@ def run(cfg: DictConfig) -> dict[str, int]:
             classified, failed = _write_json(partial, found, inputs)
     for line in inputs.notes():
         print(line)
-    unreadable, passed_over = f"{len(failed)} unreadable", f"{len(inputs.passed_over)} passed over"
+    unreadable = f"{len(failed)} unreadable"
     if failed:
         unreadable += f" (the first: {failed[0].path}: {failed[0].reason})"
-    if inputs.passed_over:
-        passed_over += f" ({describe_passed_over(inputs.passed_over, keys.input)})"
     unit = loaded.config.get("task", {}).get("unit", inputs.unit)
-    print(f"{classified} {unit} classified, {unreadable}, {passed_over}; written to {output}")
-    return {"classified": classified, "unreadable": len(failed), "passed_over": len(inputs.passed_over)}
+    print(f"{classified} {unit} classified, {unreadable}; written to {output}")
+    return {"classified": classified, "unreadable": len(failed)}
 
 
 def _write_csv(path: Path, found: Found, inputs: Inputs, delimiter: str) -> tuple[int, list[Unreadable]]:
-    """Write predictions as they come, then the unreadable inputs, then the files that were passed over.
+    """Write predictions as they come, then the unreadable inputs.
 
     `delimiter` separates several labels in a cell. Returns the number of predictions, and the unreadable inputs.
     """
@@ -82,14 +80,13 @@ def _write_csv(path: Path, found: Found, inputs: Inputs, delimiter: str) -> tupl
             writer.writerow([*cells_of(one), *cells, ""])
         if not classified:
             write_header()
-        others = [Unreadable(name, f"passed over: {reason}") for name, reason in inputs.passed_over]
-        for other in (*failed, *others):
-            writer.writerow([*cells_of(other), *[""] * (2 * width), other.reason])
+        for one in failed:
+            writer.writerow([*cells_of(one), *[""] * (2 * width), one.reason])
     return classified, failed
 
 
 def _write_json(path: Path, found: Found, inputs: Inputs) -> tuple[int, list[Unreadable]]:
-    """Write an object with `predictions`, `unreadable` and `passed_over`. Returns as `_write_csv`."""
+    """Write an object with `predictions` and `unreadable`. Returns as `_write_csv`."""
     predictions: list[dict[str, Any]] = []
     failed: list[Unreadable] = []
     for one in found:
@@ -101,7 +98,6 @@ def _write_json(path: Path, found: Found, inputs: Inputs) -> tuple[int, list[Unr
     unreadable: list[Any] = [one.path for one in failed]
     if inputs.details:
         unreadable = [{"path": one.path, **one.details, "reason": one.reason} for one in failed]
-    passed_over = [{"path": name, "reason": reason} for name, reason in inputs.passed_over]
-    content = {"predictions": predictions, "unreadable": unreadable, "passed_over": passed_over}
+    content = {"predictions": predictions, "unreadable": unreadable}
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return len(predictions), failed

@@ -30,16 +30,8 @@ class LabelError(Exception):
     """A wrong label. It ends a run, which could lose a whole class if it skipped such samples."""
 
 
-def check_label_keys(
-    multi_label: bool, label_column: str | Sequence[str] | None, label_delimiter: str | None, content: tuple[str, str]
-) -> None:
-    """ValueError for keys of `data` about labels that contradict each other.
-
-    `content` is the key and the name of the column with texts or files.
-    """
-    key, column = content
-    if column in ([label_column or LABEL_COLUMN] if isinstance(label_column, str | None) else label_column):
-        raise ValueError(f"data.{key} and data.label_column both name the column {column!r}")
+def check_label_keys(multi_label: bool, label_column: str | Sequence[str] | None, label_delimiter: str | None) -> None:
+    """ValueError for keys of `data` about several labels without `multi_label`."""
     if not multi_label and (isinstance(label_column, list | tuple) or label_delimiter is not None):
         raise ValueError("several label columns, and data.label_delimiter, need data.multi_label=true")
 
@@ -68,7 +60,7 @@ def read_labels(
 
 
 def _flag(column: str, value: Any) -> bool:
-    found = FLAGS.get("1" if value in (1, True) else "0" if value in (0, False) else str(value).strip().lower())
+    found = FLAGS.get(str(value).strip().lower())
     if found is None:
         raise ValueError(f"{value!r} in column {column!r}, which holds 1 or 0")
     return found
@@ -119,12 +111,6 @@ def targets_of(
     for row, one in zip(rows, sets, strict=True):
         row[[place[name] for name in one if name in place]] = 1
     return rows[labels]
-
-
-def wrong_class(targets: npt.NDArray[Any], classes: int) -> int | None:
-    """The position of the first of targets `[N]` that is not a class number; None without one, and for `[N, C]`."""
-    wrong = np.flatnonzero((targets < 0) | (targets >= classes))
-    return int(wrong[0]) if targets.ndim == 1 and wrong.size else None
 
 
 def count_classes(targets: npt.NDArray[Any], classes: int) -> list[int]:
@@ -189,12 +175,13 @@ def require_one_list(
     configuration: str | None = None,
     root: str | None = None,
 ) -> None:
-    """ValueError if two local parquet or arrow files of a Hugging Face set give one number to different classes.
+    """ValueError if two local parquet files of a Hugging Face set give one number to different classes.
 
     The library datasets takes the names of the first file, and the numbers of each file as they are. Names that are the
     numbers themselves are not compared, and the last classes may be missing. `root` is the library's cache.
     """
     import datasets
+    import pyarrow.parquet
 
     try:
         builder = datasets.load_dataset_builder(path, configuration, cache_dir=root)
@@ -205,28 +192,15 @@ def require_one_list(
     wanted = {part.partition("[")[0].strip() for split in splits for part in split.split("+")}
     first, known = "", list[str]()
     for number, (split, file) in enumerate(files):
-        if (split not in wanted and number > 0) or "://" in file or not file.endswith((".parquet", ".arrow")):
+        if (split not in wanted and number > 0) or "://" in file or not file.endswith(".parquet"):
             continue
-        names = _declared(file, column)
+        feature: Any = datasets.Features.from_arrow_schema(pyarrow.parquet.read_schema(file)).get(column)
+        while isinstance(feature, list) or hasattr(feature, "feature"):  # several labels of a sample
+            feature = feature[0] if isinstance(feature, list) else feature.feature
+        names = getattr(feature, "names", None) or []
         if names == [str(number) for number in range(len(names))]:
             continue
         if any(one != other for one, other in zip(known, names, strict=False)):
             raise ValueError(f"{given}: {first} and {file} number the classes of their column {column} otherwise")
         if len(names) > len(known):
             first, known = file, names
-
-
-def _declared(file: str, column: str) -> list[str]:
-    """The names of classes that datasets has written into the schema of a file; empty if there are none."""
-    import datasets
-    import pyarrow.parquet
-
-    if file.endswith(".parquet"):
-        schema = pyarrow.parquet.read_schema(file)
-    else:
-        with pyarrow.OSFile(file) as stream:
-            schema = pyarrow.ipc.open_stream(stream).schema
-    feature: Any = datasets.Features.from_arrow_schema(schema).get(column)
-    while isinstance(feature, list) or hasattr(feature, "feature"):  # several labels of a sample
-        feature = feature[0] if isinstance(feature, list) else feature.feature
-    return list(getattr(feature, "names", None) or [])

@@ -260,17 +260,6 @@ def follow(trainer: Any) -> dict[str, Any]:
     return {"trained": lambda: progress.current.processed, "respread": respread}
 
 
-def each_loader(given: Any) -> Iterator[Any]:
-    """The loaders of a Trainer: one, or nested lists and dictionaries of them."""
-    if isinstance(given, Mapping):
-        given = list(given.values())
-    if isinstance(given, list | tuple):
-        for one in given:
-            yield from each_loader(one)
-    else:
-        yield given
-
-
 def work_ahead(
     items: Iterator[Given], work: Callable[[Given], Made], stream: torch.cuda.Stream, *, ahead: int
 ) -> Iterator[Made]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -27,13 +26,6 @@ _TOP_K = 5  # the default classes of a prediction
 _NONE: Mapping[str, Any] = {}
 
 
-class PassedOver(NamedTuple):
-    """A file that was not read (or a hidden folder, with a slash at its end), and the reason."""
-
-    path: str
-    reason: str
-
-
 class Prediction(NamedTuple):
     """The most probable classes of one input, best first; `details` has a value for each of `Inputs.details`."""
 
@@ -53,11 +45,10 @@ class Unreadable(NamedTuple):
 class Inputs(ABC):
     """The inputs below a path, for a model to classify.
 
-    `passed_over` lists the files there that are not inputs of the task. `details` names the columns of a prediction
-    next to its classes. `unit` is the word for inputs if the model has no run.
+    `details` names the columns of a prediction next to its classes. `unit` is the word for inputs if the model has no
+    run.
     """
 
-    passed_over: list[PassedOver]
     details: tuple[str, ...] = ()
     unit: str = "files"
 
@@ -158,14 +149,6 @@ def decided_details(info: Any) -> tuple[str, ...]:
     """The detail `decision`, unless the most probable class is the decision."""
     several, thresholds = getattr(info, "multi_label", False), getattr(info, "thresholds", None)
     return (DECISION,) if several or thresholds is not None else ()
-
-
-def describe_passed_over(passed_over: Sequence[PassedOver], root: str) -> str:
-    """The number of files that were passed over by kind, and the first five."""
-    kinds = Counter(reason for _, reason in passed_over)
-    counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
-    names = [os.path.relpath(path, root) + "/" * path.endswith("/") for path, _ in passed_over[:5]]
-    return f"{counts}: {', '.join(names)}{', ...' * (len(passed_over) > 5)}"
 
 
 class TaskData(LightningDataModule, ABC):

@@ -96,8 +96,7 @@ class DocumentDataKeys(Keys):
             raise ValueError("validation and test must be less than 1 together")
         if self.sampling is not None and self.packing == "padded":
             raise ValueError("sampling=balanced needs packing=packed")
-        text = ("text_column", self.text_column or "text")
-        check_label_keys(self.multi_label, self.label_column, self.label_delimiter, text)
+        check_label_keys(self.multi_label, self.label_column, self.label_delimiter)
         return self
 
 

@@ -48,7 +48,6 @@ class DocumentFiles(Inputs):
 
     def __init__(self, parts: list[Part], columns: Columns, info: DocumentInfo, tokenizer: Tokenizer) -> None:
         self.parts, self.columns, self.info, self.tokenizer = parts, columns, info, tokenizer
-        self.passed_over = []
         self.details = (*type(self).details, *decided_details(info))
         self._prepare = preparation_of(info.source)
 

@@ -64,9 +64,7 @@ class ImageDataKeys(Keys):
     crop_pct: Annotated[float, Field(ge=0.1, le=1)] = key(1.0, "the part of the shorter side that evaluation sees")
     eval_batch_size: Count | None = key(None, "null: the training batch of one device")
     num_workers: Annotated[int, Field(ge=0)] | None = key(None, "null: one per core, at most 16 per device")
-    decode: Literal["cpu", "gpu", "auto"] = key(
-        "cpu", "gpu: nvJPEG and transforms of whole batches; auto: where possible"
-    )
+    decode: Literal["cpu", "gpu"] = key("cpu", "gpu: nvJPEG and transforms of whole batches")
     pin_memory: bool = key(True, "copy batches to a GPU from pinned memory")
     on_error: Literal["skip", "raise"] = key(
         "skip", "skip: unreadable images are counted; raise: the first ends the run"
@@ -85,8 +83,7 @@ class ImageDataKeys(Keys):
 
     @model_validator(mode="after")
     def _agree(self) -> ImageDataKeys:
-        file = ("file_column", self.file_column or "file_name")
-        check_label_keys(self.multi_label, self.label_column, self.label_delimiter, file)
+        check_label_keys(self.multi_label, self.label_column, self.label_delimiter)
         if self.class_map is not None and self.source in ("csv", "shards"):
             raise ValueError(f"class_map is for folders: source={self.source} has its own labels")
         return self

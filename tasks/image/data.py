@@ -15,7 +15,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from longseq.tasks.config import read
-from longseq.tasks.data.labels import count_classes, find_weights, name_some, rarest_labels, wrong_class
+from longseq.tasks.data.labels import count_classes, find_weights, name_some, rarest_labels
 from longseq.tasks.data.loader import Batch, BatchLoader, Failure, TrainingLoader, find_place, follow, work_ahead
 from longseq.tasks.data.module import TaskData, same_root
 from longseq.tasks.data.sampler import BalancedSampler, EvaluationSampler, TrainingSampler
@@ -41,7 +41,6 @@ from longseq.tasks.image.sources import (
     Split,
     Splits,
     finish_splits,
-    holds_jpegs,
     is_stream,
     open_stream,
     require_one_class_list,
@@ -131,14 +130,11 @@ class ImageDataModule(TaskData):
         own = {key: value for key, value in own.items() if key not in dropped}
         measured = {**own, **changes, **_EVALUATED}
         numbers = class_numbers(changes.get("class_map"))
-        if source == "csv":
-            measured.pop("class_map", None)
         keys = read(ImageDataKeys, measured, "data")
         datamodule = cls(keys, batch_size=batch_size, seed=config.get("seed", 0))
         moved = not same_root(datamodule.root, own.get("root"))
         foreign = not same_source or (moved and not datamodule._holds_training(own, trained))
-        class_names = trained.class_names if numbers is None or source != "csv" else _renamed(trained, numbers)
-        datamodule.setup_evaluation(split, class_names, foreign=foreign)
+        datamodule.setup_evaluation(split, trained.class_names, foreign=foreign)
         if not foreign:
             datamodule._refuse_trained_images(own, split)
         datamodule._info = _adopt_classes(datamodule.info, trained, numbers)
@@ -285,9 +281,9 @@ class ImageDataModule(TaskData):
         if train is None or targets is None:
             raise ValueError(f"data.source={self.keys.source} has no list of its labels: give weights")
         found = targets[train.indices]
-        if (wrong := wrong_class(found, classes)) is not None:
-            path = train.source.path(int(train.indices[wrong]))
-            raise ValueError(f"{path}: the label {found[wrong]} is not among the classes 0 to {classes - 1}")
+        for place in np.flatnonzero((found < 0) | (found >= classes))[:1] if found.ndim == 1 else ():
+            path = train.source.path(int(train.indices[place]))
+            raise ValueError(f"{path}: the label {found[place]} is not among the classes 0 to {classes - 1}")
         return found
 
     def train_dataloader(self) -> TrainingLoader | StreamLoader:
@@ -297,7 +293,7 @@ class ImageDataModule(TaskData):
             return self._stream_loader("train", training_transform(self.info, self.augmentation))
         split, options = self.splits.train, self._loader_options()
         batches: TrainingBatches
-        if (device := self._decoding_device(split)) is None:
+        if (device := self._decoding_device()) is None:
             transform = training_transform(self.info, self.augmentation)
             batches = TrainingBatches(split, transform, self.seed, self.info)
         else:
@@ -333,7 +329,7 @@ class ImageDataModule(TaskData):
         sampler = EvaluationSampler(len(split), self.eval_batch_size, rank=rank, world_size=world_size)
         return BatchLoader(EvaluationBatches(split, transform, self.info), sampler, **self._loader_options())
 
-    def _decoding_device(self, split: Split) -> torch.device | None:
+    def _decoding_device(self) -> torch.device | None:
         """The GPU that decodes and augments the training images; None: the data workers do."""
         if self.keys.decode == "cpu":
             return None
@@ -341,12 +337,9 @@ class ImageDataModule(TaskData):
             device = torch.device("cuda", torch.cuda.current_device())
         else:
             device = self.trainer.strategy.root_device
-        if self.keys.decode == "gpu":
-            if device.type != "cuda":
-                raise ValueError("data.decode=gpu needs a CUDA device")
-            return device
-        is_batched = not (self.augmentation.auto_augment or "").startswith("augmix")
-        return device if device.type == "cuda" and is_batched and holds_jpegs(split) else None
+        if device.type != "cuda":
+            raise ValueError("data.decode=gpu needs a CUDA device")
+        return device
 
     def _stream(self, kind: str) -> Any:
         return open_stream(self.keys, self.root, kind, batch_size=self.batch_size, seed=self.seed)
@@ -410,16 +403,6 @@ def _finish(work: DeviceTransform, device: torch.device, num_workers: int, batch
     stream = torch.cuda.Stream(device, priority=-1)
     decoded = work_ahead(batches, work.decode, stream, ahead=1)
     yield from work_ahead(decoded, work.finish, stream, ahead=4)
-
-
-def _renamed(trained: DataInfo, numbers: Mapping[str, int]) -> list[str]:
-    """The labels of a table by the class numbers of a model: from `data.class_map`, else the model's names."""
-    if len(set(numbers.values())) < len(numbers) or max(numbers.values()) >= trained.num_classes:
-        raise ValueError(f"data.class_map must give each label one number from 0 to {trained.num_classes - 1}")
-    labels = [name if name not in numbers else "" for name in trained.class_names]  # no label of a table is empty
-    for name, number in numbers.items():
-        labels[number] = name
-    return labels
 
 
 def _adopt_classes(found: DataInfo, trained: DataInfo, numbers: Mapping[str, int] | None) -> DataInfo:

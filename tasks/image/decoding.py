@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
-from PIL import ExifTags, Image, ImageFile
+from PIL import ExifTags, Image
 
 from longseq.tasks.data.loader import UNREADABLE
 
@@ -83,7 +83,6 @@ def decode(file: str | Path | IO[bytes]) -> Image.Image:
         with open(file, "rb") as stream:
             return decode(stream)
     with decoding(), Image.open(file) as image:
-        _correct_planes(image)
         image.load()
         return in_eight_bits(upright(image))
 
@@ -144,54 +143,25 @@ def upright(image: Image.Image) -> Image.Image:
 
 def in_eight_bits(image: Image.Image) -> Image.Image:
     """Convert an image of any mode to 8 bits per channel, in a mode that converts to RGB and L, or raise ValueError."""
-    tags = _tags(image)
-    if _first(tags.get(339)) == 2 and _bits(image) < 32:  # Pillow takes -1 of 8 bits for 255
-        raise ValueError("signed integers of unknown range: store 8 or 16 bits without a sign")
-    white_is_zero = tags.get(262) == 0  # Pillow inverts such TIFF files of 8 bits, but not of 16 bits
     if image.mode.startswith("I;16"):
-        return _scaled(image, 2 ** _bits(image) - 1, inverted=white_is_zero)
+        bits = getattr(image, "tag_v2", {}).get(258, 16)  # of TIFF, which may have 12
+        return _scaled(image, 2 ** (bits[0] if isinstance(bits, tuple) else bits) - 1)
     if image.mode == "I":
         # Pillow uses this mode for 16 bits of PGM, and before version 11 also of PNG.
         if image.format not in ("PNG", "PPM"):
             raise ValueError("32-bit integers of unknown range: store 8 or 16 bits, or floats in 0..1")
         return _scaled(image, 65535)
     if image.mode == "F":
-        return _scaled(image, 1, inverted=white_is_zero)
+        return _scaled(image, 1)
     # Pillow converts these modes to RGB or L only in two steps, or with a warning.
     between = {"P": "RGBA" if "transparency" in image.info else "P", "La": "LA", "LAB": "RGB"}.get(image.mode)
     return image if between in (None, image.mode) else image.convert(between)
 
 
-def _correct_planes(image: ImageFile.ImageFile) -> None:
-    """Make Pillow read the uncompressed 16-bit planes of a TIFF file, which it reads as 8 bits."""
-    tags = _tags(image)
-    if tags.get(284) == 2 and _bits(image) == 16 and all(tile.codec_name == "raw" for tile in image.tile):
-        if image.mode not in ("RGB", "RGBA"):
-            raise ValueError(f"16 bits of {image.mode} in planes that are not compressed: store them side by side")
-        order = "L" if image.tag_v2.prefix == b"II" else "B"  # type: ignore[attr-defined]
-        for place, tile in enumerate(image.tile):
-            args: Any = tile.args if isinstance(tile.args, tuple) else (tile.args,)  # the raw mode, and maybe others
-            image.tile[place] = tile._replace(args=(f"{args[0]};16{order}", *args[1:]))
-
-
-def _scaled(image: Image.Image, white: float, *, inverted: bool = False) -> Image.Image:
+def _scaled(image: Image.Image, white: float) -> Image.Image:
     """Convert numbers between 0 and `white` to grey of 8 bits."""
     values = np.asarray(image).astype(np.float64)
     lowest, highest = float(values.min()), float(values.max())
     if not (lowest >= 0 and highest <= white):
         raise ValueError(f"its pixels are in {lowest:g}..{highest:g}, and must be in 0..{white}")
-    grey = np.rint(values * (255 / white)).astype(np.uint8)
-    return Image.fromarray(255 - grey if inverted else grey)
-
-
-def _bits(image: Image.Image) -> int:
-    """The number of bits used in a 16-bit mode, which Pillow also uses for 12 bits."""
-    return int(_first(_tags(image).get(258, 16)))
-
-
-def _tags(image: Image.Image) -> dict[int, Any]:
-    return dict(getattr(image, "tag_v2", None) or {})
-
-
-def _first(values: Any) -> Any:
-    return values[0] if isinstance(values, (tuple, list)) else values
+    return Image.fromarray(np.rint(values * (255 / white)).astype(np.uint8))

@@ -30,7 +30,7 @@ from timm.data.readers.class_map import load_class_map
 from timm.utils.misc import natural_key
 
 from longseq.tasks.data.labels import LABEL_COLUMN, Labels, name_some, no_column, read_labels, sort_names, targets_of
-from longseq.tasks.data.module import PassedOver, same_root
+from longseq.tasks.data.module import same_root
 from longseq.tasks.image.decoding import decode, is_hidden, is_image
 
 if TYPE_CHECKING:
@@ -238,25 +238,17 @@ def sort_classes(names: Iterable[str]) -> list[str]:
     return sort_names(names, natural_order)
 
 
-def find_images(root: str) -> tuple[list[str], list[PassedOver]]:
-    """The image files below a folder, also through symbolic links, and the other and hidden files."""
+def find_images(root: str) -> list[str]:
+    """The image files below a folder, also through symbolic links, without hidden ones."""
     images: list[str] = []
-    others: list[PassedOver] = []
     for folder, folders, files in os.walk(root, followlinks=True):
-        others += [PassedOver(os.path.join(folder, name, ""), "hidden") for name in folders if is_hidden(name)]
-        folders[:] = sorted(name for name in folders if not is_hidden(name))
-        for name in sorted(files):
-            path = os.path.join(folder, name)
-            if is_image(name):
-                images.append(path)
-            else:
-                kind = "hidden" if is_hidden(name) else Path(name).suffix.lower() or "without an ending"
-                others.append(PassedOver(path, kind))
-    return images, others
+        folders[:] = (name for name in folders if not is_hidden(name))
+        images += (os.path.join(folder, name) for name in files if is_image(name))
+    return images
 
 
 def _find_items(path: str, *, is_root: bool) -> list[_Item]:
-    images = sorted(find_images(path)[0], key=natural_order)
+    images = sorted(find_images(path), key=natural_order)
     items = [_Item(PurePosixPath(os.path.relpath(image, path)).parent.parts, image) for image in images]
     if not items:
         archives = [Path(path)] if os.path.isfile(path) else sorted(Path(path).glob("*.tar"))

@@ -14,10 +14,8 @@ from longseq.tasks.config import Criterion
 from longseq.tasks.data.loader import (
     IMAGES,
     TARGETS,
-    BatchLoader,
     check_class_numbers,
     check_several_labels,
-    each_loader,
     find_entry,
     likeliest_classes,
 )
@@ -95,7 +93,6 @@ class ImageClassifier(ClassifierModule):
         # Evaluation batches differ in shape, so only training is compiled.
         self._train_forward = self.compiled(self.forward)
         self._checked: set[bool] = set()  # whether labels of training (True) and evaluation (False) were checked
-        self._measured = False  # True if an image was evaluated since the last validation or test
         self._losses = UpdateSum()  # of the batches of an update
         self._parts = 0  # the number of these batches in each process
 
@@ -138,7 +135,7 @@ class ImageClassifier(ClassifierModule):
         """(images, labels) of a pair, or of a dictionary: images, image, pixel_values, img or x, and labels, label,
         targets, target or y. A batch to predict needs no labels.
 
-        8-bit images are normalised if they come from a loader of an `ImageDataModule`, and are otherwise kept.
+        8-bit images are normalised if the module has an `info`, and are otherwise kept.
         """
         if isinstance(batch, Mapping):
             images = find_entry(batch, IMAGES, "images")
@@ -147,8 +144,8 @@ class ImageClassifier(ClassifierModule):
             images, targets = batch if isinstance(batch, Tensor) else batch[0], None
         else:
             images, targets = batch
-        if isinstance(images, Tensor) and images.dtype == torch.uint8 and (info := self._info_of_loaders()) is not None:
-            images = normalize(images, info)
+        if self.info is not None and isinstance(images, Tensor) and images.dtype == torch.uint8:
+            images = normalize(images, self.info)
         if targets is None:
             targets = torch.zeros(len(images), dtype=torch.long)
             return images, targets.float() if self.multi_label else targets
@@ -160,22 +157,6 @@ class ImageClassifier(ClassifierModule):
         if targets.ndim == 1:
             return images, targets.long()
         return images, targets if targets.is_floating_point() else targets.float()
-
-    def _info_of_loaders(self) -> DataInfo | None:
-        """The info of the data of the current loaders, None for other loaders; ValueError for different infos."""
-        found: Any = None
-        if (trainer := self._trainer) is not None:
-            if trainer.training:
-                found = trainer.train_dataloader
-            elif trainer.predicting:
-                found = trainer.predict_dataloaders
-            else:
-                found = trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders
-        datasets = [one.dataset if isinstance(one, BatchLoader) else None for one in each_loader(found)]
-        infos = [getattr(dataset, "info", None) for dataset in datasets]
-        if any(info != infos[0] for info in infos):
-            raise ValueError("the loaders of the Trainer have different data: give it one at a time")
-        return infos[0] if infos else None
 
     def _check_labels(self, targets: Tensor) -> None:
         """ValueError for labels that do not fit the classes; of batches on a device, only the first is read."""
@@ -238,7 +219,6 @@ class ImageClassifier(ClassifierModule):
         images, targets = batch
         logits = None
         if len(targets) > 0:
-            self._measured = True
             logits = self._of_classes(self(images)).float()
             if self.multi_label:
                 loss = functional.binary_cross_entropy_with_logits(logits, targets)
@@ -249,19 +229,6 @@ class ImageClassifier(ClassifierModule):
         classes = targets.long() if self.multi_label else likeliest_classes(targets)
         self.measure(self.rankable(measured), classes, metrics, stage)
         return logits
-
-    def _require_measured(self, kind: str) -> None:
-        measured, self._measured = self._measured, False
-        if not self.trainer.strategy.reduce_boolean_decision(measured, all=False):
-            raise ValueError(f"no {kind} image could be read")
-
-    def on_validation_epoch_end(self) -> None:
-        self._require_measured("validation")
-        super().on_validation_epoch_end()
-
-    def on_test_epoch_end(self) -> None:
-        self._require_measured("test")
-        super().on_test_epoch_end()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         thresholds = None if self.thresholds is None else self.thresholds.tolist()

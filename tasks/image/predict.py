@@ -30,14 +30,13 @@ _HOT = (1.0, 0.35, 0.0)  # the colour of the strongest pixels
 class ImageFiles(InputFiles):
     """The image files below a folder, or one file, in the order of their paths, transformed for a model.
 
-    Items are (uint8 [C, H, W], path), or `Unreadable` with the reason, which is logged. `passed_over` lists hidden
-    files and files without an image ending. ValueError if there are no images.
+    Items are (uint8 [C, H, W], path), or `Unreadable` with the reason, which is logged. Hidden files and files without
+    an image ending are left out. ValueError if there are no images.
     """
 
     def __init__(self, path: str, info: DataInfo) -> None:
         root = Path(path)
-        images, self.passed_over = ([str(root)], []) if root.is_file() else find_images(str(root))
-        self.paths = sorted(images)
+        self.paths = [str(root)] if root.is_file() else sorted(find_images(str(root)))
         if not self.paths:
             raise ValueError(f"input={path} holds no images")
         self.info = info

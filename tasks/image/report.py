@@ -7,7 +7,7 @@ import io
 import math
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,8 +21,6 @@ from torchvision.transforms.functional import pil_to_tensor, to_pil_image
 
 from longseq.blocks.sharding import has_shards
 from longseq.tasks.data.labels import rarest_labels
-from longseq.tasks.data.loader import IMAGES, TARGETS, find_entry, likeliest_classes
-from longseq.tasks.data.sampler import EvaluationSampler
 from longseq.tasks.image.datasets import EvaluationBatches
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.module import ImageClassifier
@@ -64,20 +62,18 @@ class SamplePredictions(Callback):
     `val/saliency` shows which of their pixels change the score of the predicted class.
 
     All runs on the same data show the same images. A run gets about `pictures` of these pictures, evenly spaced, each
-    with `count` images. Models that are sharded over processes have no saliency.
+    with `count` images. Models that are sharded over processes have none.
     """
 
-    def __init__(self, count: int = 16, pictures: int = 20, saliency: bool = True) -> None:
-        self.count, self.pictures, self.saliency = count, pictures, saliency
+    def __init__(self, count: int = 16, pictures: int = 20) -> None:
+        self.count, self.pictures = count, pictures
         self._examples: tuple[Tensor, Tensor] | None = None
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Averaged weights are in place here, but no longer at the end of the epoch.
         module: Any = pl_module
-        board, sharded = find_board(trainer), has_shards(module.backbone)
-        # All processes must run a sharded model.
-        takes_part = trainer.is_global_zero or sharded
-        if not takes_part or board is None or not is_due(trainer, module, self.pictures):
+        board = find_board(trainer) if trainer.is_global_zero and not has_shards(module.backbone) else None
+        if board is None or not is_due(trainer, self.pictures):
             return
         datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
         self._examples = self._examples or pick_examples(datamodule, self.count)
@@ -85,60 +81,32 @@ class SamplePredictions(Callback):
             return
         converted = trainer.precision_plugin.convert_input(self._examples)
         images, true = trainer.strategy.batch_to_device(converted, module.device)
-        maps: list[Tensor] = []
         devices = [module.device] if module.device.type == "cuda" else []
         with trainer.precision_plugin.forward_context(), torch.random.fork_rng(devices):
-            parts = images.split(datamodule.batch_size)
-            if self.saliency and not sharded:
-                found = [saliency(module, part) for part in parts]
-                logits, maps = torch.cat([one[0] for one in found]), [one[1] for one in found]
-            else:
-                logits = torch.cat([module(part) for part in parts])
-        if not trainer.is_global_zero:
-            return
+            found = [saliency(module, part) for part in images.split(datamodule.batch_size)]
+        logits, maps = (torch.cat(parts) for parts in zip(*found, strict=True))
         info: DataInfo = datamodule.info
-        drawn = {"val/samples": denormalize(images, info).cpu()}
-        if maps:
-            drawn["val/saliency"] = shade(drawn["val/samples"], torch.cat(maps).cpu())
-        true = true if module.multi_label else likeliest_classes(true)
+        pixels = denormalize(images, info).cpu()
         labels = [spell_targets(one, info) for one in (module.decide(logits), true)]
-        for name, shown in drawn.items():
+        for name, shown in (("val/samples", pixels), ("val/saliency", shade(pixels, maps.cpu()))):
             board.experiment.add_image(name, draw_predictions(shown, *labels), trainer.global_step - 1)
-
-
-class Mistake(NamedTuple):
-    """A wrongly classified image, with the probability of the predicted class and the cross entropy.
-
-    With several labels, `probability` is the highest probability of a wrong decision, and `loss` the mean binary cross
-    entropy.
-    """
-
-    path: str
-    true: str
-    predicted: str
-    probability: float
-    loss: float
-    pixels: Tensor  # uint8 [C, S, S]
 
 
 @targets.register("callback")
 class WorstErrors(Callback):
     """Lists the wrongly classified images with the highest loss in `folder`, with the columns `COLUMNS`.
 
-    worst_errors_val.csv is of the validation of best.ckpt, worst_errors_val_last.csv of the last one; both have a
-    column `epoch`, the epochs trained before. worst_errors_test.csv is of the test. A file has at most `rows` images.
-    `val/worst_errors` (about `pictures` in a run) and `test/worst_errors` are pictures of the first `count`. An image
-    of a stream has no file and is named by its batch.
+    worst_errors_val.csv is of the validation of best.ckpt, worst_errors_test.csv of the test. A file has at most `rows`
+    images. `val/worst_errors` (about `pictures` in a run) and `test/worst_errors` are pictures of the first `count`. An
+    image of a stream has no file and is named by its batch.
     """
-
-    FILES = ("worst_errors_val.csv", "worst_errors_val_last.csv", "worst_errors_test.csv")
 
     def __init__(self, folder: str, count: int = 16, rows: int = 100, pictures: int = 20) -> None:
         self.folder = Path(folder)
         self.count, self.rows, self.pictures = count, rows, pictures
         self._worst: _Worst | None = None
         self._sizes: list[int] = []  # of the batches
-        self._validated: str | None = None  # the list of the last validation, in the process that writes
+        self._validated: list[Mistake] | None = None  # of the last validation, in the process that writes
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._worst, self._sizes = None, []
@@ -164,31 +132,31 @@ class WorstErrors(Callback):
     on_test_batch_end = on_validation_batch_end
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        module: Any = pl_module
-        drawn = is_due(trainer, pl_module, self.pictures)
-        self._validated = self._show(trainer, "val", trainer.global_step - 1, drawn=drawn, epoch=module.epochs_trained)
+        self._validated = self._gather(trainer, "val")
+        if self._validated is not None and is_due(trainer, self.pictures):
+            self._draw(trainer, "val", self._validated, trainer.global_step - 1)
 
     def on_best_validation(self) -> None:
         """`BestCheckpoint` calls this if the last validation is the best one so far."""
         if self._validated is not None:
-            write_text(self.folder / "worst_errors_val.csv", self._validated)
+            self._write("val", self._validated)
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._show(trainer, "test", trainer.global_step, drawn=True)
+        mistakes = self._gather(trainer, "test")
+        if mistakes is not None:
+            self._draw(trainer, "test", mistakes, trainer.global_step)
+            self._write("test", mistakes)
 
-    def _show(self, trainer: Trainer, stage: str, step: int, *, drawn: bool, epoch: float | None = None) -> str | None:
-        """Write the list and the picture of an evaluation; returns the list in the process that writes."""
-        mistakes = self._gather(trainer, stage)
-        if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
-            return None
-        file, of_epoch = io.StringIO(), {} if epoch is None else {"epoch": f"{epoch:g}"}
+    def _write(self, stage: str, mistakes: list[Mistake]) -> None:
+        file = io.StringIO()
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow([*COLUMNS, *of_epoch])
+        writer.writerow(COLUMNS)
         for path, true, predicted, probability, loss, _ in mistakes[: self.rows]:
-            writer.writerow([path, true, predicted, f"{probability:.6f}", f"{loss:.6f}", *of_epoch.values()])
-        table = file.getvalue()
-        write_text(self.folder / f"worst_errors_{stage}{'' if epoch is None else '_last'}.csv", table)
-        board, shown = find_board(trainer), mistakes[: self.count] if drawn else []
+            writer.writerow([path, true, predicted, f"{probability:.6f}", f"{loss:.6f}"])
+        write_text(self.folder / f"worst_errors_{stage}.csv", file.getvalue())
+
+    def _draw(self, trainer: Trainer, stage: str, mistakes: list[Mistake], step: int) -> None:
+        board, shown = find_board(trainer), mistakes[: self.count]
         if shown and board is not None:
             picture = draw_predictions(
                 torch.stack([one.pixels for one in shown]).float() / 255,
@@ -197,10 +165,9 @@ class WorstErrors(Callback):
                 notes=[os.path.basename(one.path) for one in shown],
             )
             board.experiment.add_image(f"{stage}/worst_errors", picture, step)
-        return table
 
-    def _gather(self, trainer: Trainer, stage: str) -> list[Mistake]:
-        """The mistakes of all processes, worst first."""
+    def _gather(self, trainer: Trainer, stage: str) -> list[Mistake] | None:
+        """The mistakes of all processes, worst first; None in a process that does not write."""
         worst, self._worst = self._worst, None
         mistakes = []
         if worst is not None:
@@ -218,7 +185,24 @@ class WorstErrors(Callback):
         if trainer.world_size > 1:
             own, gathered = gathered[0], [None] * trainer.world_size
             torch.distributed.all_gather_object(gathered, own)
+        if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return None
         return sorted((one for part in gathered for one in part), key=lambda one: (-one.loss, one.path))
+
+
+class Mistake(NamedTuple):
+    """A wrongly classified image, with the probability of the predicted class and the cross entropy.
+
+    With several labels, `probability` is the highest probability of a wrong decision, and `loss` the mean binary cross
+    entropy.
+    """
+
+    path: str
+    true: str
+    predicted: str
+    probability: float
+    loss: float
+    pixels: Tensor  # uint8 [C, S, S]
 
 
 class _Worst(NamedTuple):
@@ -250,13 +234,11 @@ def _find_worst(
         probability = torch.where(true > 0, (-logits).sigmoid(), logits.sigmoid()).amax(dim=1)
     else:
         loss = nn.functional.cross_entropy(logits, true, reduction="none")
-        true = likeliest_classes(true)
         right = predicted == true
         probability = logits.softmax(dim=1).gather(1, predicted[:, None])[:, 0]
-    loss = loss.masked_fill(right, -math.inf)
     rows = torch.arange(len(true), device=true.device)
     places = torch.stack([torch.full_like(rows, batch_idx), rows], dim=1)
-    return _Worst(loss, probability, true, predicted, places, images)
+    return _Worst(loss.masked_fill(right, -math.inf), probability, true, predicted, places, images)
 
 
 def pick_examples(datamodule: Any, count: int) -> tuple[Tensor, Tensor] | None:
@@ -267,8 +249,6 @@ def pick_examples(datamodule: Any, count: int) -> tuple[Tensor, Tensor] | None:
     if datamodule.splits is None:
         # With StopIteration, Lightning would end the whole validation.
         first = next(iter(datamodule.val_dataloader()), None)
-        if isinstance(first, Mapping):
-            first = find_entry(first, IMAGES, "images"), find_entry(first, TARGETS, "labels")
         return None if first is None else (first[0][:count], first[1][:count])
     split: Split = datamodule.splits.validation
     classes = split.source.targets()
@@ -292,34 +272,26 @@ def stratified_order(classes: np.ndarray) -> np.ndarray:
 
 def name_images(datamodule: Any, stage: str, loader: Any, batch: int, size: int) -> list[str]:
     """The names of the `size` images of a batch in an evaluation (val, test); their places without a known name."""
-    splits, sampler = getattr(datamodule, "splits", None), getattr(loader, "sampler", None)
-    if splits is not None and isinstance(sampler, EvaluationSampler):
-        split: Split = splits.validation if stage == "val" else splits.test
+    if datamodule.splits is not None:
+        split: Split = datamodule.splits.validation if stage == "val" else datamodule.splits.test
         unreadable = set(datamodule.unreadable)
-        paths = [split.source.path(int(split.indices[place])) for place in sampler.batch(batch)]
+        paths = [split.source.path(int(split.indices[place])) for place in loader.sampler.batch(batch)]
         named = [path for path in paths if path not in unreadable]
         if len(named) == size:
             return named
     return [f"batch {batch}, image {row}" for row in range(size)]
 
 
-def is_due(trainer: Trainer, module: LightningModule, pictures: int) -> bool:
+def is_due(trainer: Trainer, pictures: int) -> bool:
     """True if this validation is one of about `pictures` of a run, evenly spaced.
 
-    In a run without an end, these are the validations 1, 2, 4, 8, ... Validations after epochs are numbered by epochs.
+    If the run does not count its epochs, these are the validations 1, 2, 4, 8, ...
     """
-    if trainer.sanity_checking:
-        return False
-    if trainer.check_val_every_n_epoch is not None:
-        number, last = trainer.current_epoch + 1, trainer.max_epochs
-    else:
-        every: Any = trainer.val_check_batch  # type: ignore[attr-defined]
-        end = getattr(module, "last_update", None)
-        last = None if end is None else math.ceil(end * trainer.accumulate_grad_batches / every)
-        number = math.ceil((trainer.fit_loop.total_batch_idx + 1) / every)
-    if last is None or last < 1:
-        return number & (number - 1) == 0
-    return number % math.ceil(last / pictures) == 0
+    if trainer.check_val_every_n_epoch is not None and (trainer.max_epochs or 0) > 0:
+        return (trainer.current_epoch + 1) % math.ceil(trainer.max_epochs / pictures) == 0  # type: ignore[operator]
+    every: Any = trainer.val_check_batch  # type: ignore[attr-defined]
+    number = math.ceil((trainer.fit_loop.total_batch_idx + 1) / every)
+    return number & (number - 1) == 0
 
 
 def spell_targets(targets: Tensor, info: DataInfo) -> list[str]:

@@ -253,14 +253,6 @@ def finish_splits(sources: Mapping[str, Source], val_fraction: float, split_seed
     return Splits(train, validation, validation)
 
 
-def holds_jpegs(split: Split) -> bool:
-    """True if the source gives the contents of files, and most of them are JPEG files."""
-    if not hasattr(split.source, "read_file"):
-        return False
-    names = [split.source.path(int(index)).lower() for index in split.indices[:: max(1, len(split) // 1000)]]
-    return sum(name.endswith((".jpg", ".jpeg")) for name in names) > len(names) / 2
-
-
 def digits(root: str | None = None, **_: Any) -> Splits:
     """scikit-learn's 1,797 handwritten digits of 8 x 8 pixels; the test set is the same fifth for every seed."""
     from sklearn.datasets import load_digits

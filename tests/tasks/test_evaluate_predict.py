@@ -153,9 +153,9 @@ def test_predict_lists_every_picture_of_a_folder(checkpoint, pictures, compose_c
     config = compose_config(
         "predict", f"checkpoint={checkpoint}", f"input={pictures}", f"output={output}", "top_k=3", "batch_size=2"
     )
-    assert predict.run(config) == {"classified": 5, "unreadable": 1, "passed_over": 1}
+    assert predict.run(config) == {"classified": 5, "unreadable": 1}
     rows = list(csv.DictReader(output.open()))
-    assert [row["error"].partition(": ")[0] for row in rows] == [""] * 5 + ["unreadable", "passed over"]
+    assert [row["error"].partition(": ")[0] for row in rows] == [""] * 5 + ["unreadable"]
     assert rows[5]["path"].endswith("broken.png")
     guesses = [row["class_1"] for row in rows[:5]]
     shares = [float(rows[0][f"probability_{rank}"]) for rank in (1, 2, 3)]

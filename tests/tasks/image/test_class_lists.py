@@ -1,7 +1,6 @@
 """Files of Hugging Face data sets that each declare a list of classes."""
 
 import io
-import shutil
 
 import numpy as np
 import pytest
@@ -30,16 +29,9 @@ def rows_of(names, kind=None):
     return datasets.Dataset.from_dict({"image": pictures, "label": values}, features=features)
 
 
-def write(folder, train, validation, form):
-    """A data set in one of the forms in which datasets reads folders."""
+def write(folder, train, validation):
     for split, rows in (("train", train), ("validation", validation)):
-        if form == "parquet":
-            rows.to_parquet(folder / f"{split}.parquet")
-        else:
-            rows.save_to_disk(folder.parent / split)
-            folder.mkdir(exist_ok=True)
-            (file,) = (folder.parent / split).glob("*.arrow")
-            shutil.copy(file, folder / f"{split}.arrow")
+        rows.to_parquet(folder / f"{split}.parquet")
     return folder
 
 
@@ -47,11 +39,10 @@ def check(folder, cache):
     require_one_list(f"data.source=hfds/{folder}", str(folder), ["train", "validation"], root=str(cache))
 
 
-@pytest.mark.parametrize("form", ["parquet", "arrow"])
-def test_files_that_number_classes_otherwise_are_refused(form, tmp_path):
+def test_files_that_number_classes_otherwise_are_refused(tmp_path):
     """The library datasets gives the names of the training images to both splits."""
-    folder = write(tmp_path / "data", rows_of(NAMES), rows_of(OTHERS), form)
+    folder = write(tmp_path / "data", rows_of(NAMES), rows_of(OTHERS))
     with pytest.raises(ValueError, match="number the classes of their column label otherwise"):
         check(folder, tmp_path)
-    same = write(tmp_path / "same", rows_of(NAMES), rows_of(NAMES), form)
+    same = write(tmp_path / "same", rows_of(NAMES), rows_of(NAMES))
     check(same, tmp_path)

@@ -12,7 +12,6 @@ from image_data import image_data
 from PIL import Image
 
 from longseq.tasks.image.config import Augmentation
-from longseq.tasks.image.data import ImageDataModule
 from longseq.tasks.image.decoding import decode
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.predict import ImageFiles
@@ -155,37 +154,6 @@ def test_every_ending_is_trained_on(kind, tmp_path):
         module = open_folder(tmp_path / "tars", val_fraction=0.34)
         return check_shades(module, 8)
     else:
-        if kind != "folder":  # torchvision takes every folder for a class
-            shutil.rmtree(root / "train" / ".ipynb_checkpoints")
         module = open_folder(root, source=kind)
     assert module.info.class_names == ["dark", "light"]
     return check_shades(module, 12)
-
-
-@pytest.mark.slow
-def test_a_model_measures_a_table_with_other_labels_by_their_numbers(tmp_path):
-    root = write_mixed(tmp_path)
-    trained = open_folder(root).info
-    paths = sorted((root / "val").glob("[dl]*/?.png"))
-    lines = [f"{one},{trained.class_names.index(one.parent.name)}" for one in paths]
-    table = tmp_path / "table.csv"
-    table.write_text("\n".join(["file_name,label", *lines]))
-    run = {"data": {"name": "mixed", "source": "folder", "root": str(root), "img_size": 8, "num_workers": 0}}
-
-    def measure(**changes):
-        changes = {"source": "csv", "root": str(table)} | changes
-        return ImageDataModule.for_evaluation(run, changes, split="test", trained=trained, batch_size=4)
-
-    with pytest.raises(ValueError, match="label '0' is not among"):
-        measure()
-    for numbers in ({0: 0, 1: 1}, {"0": 0, "1": 1}):
-        module = measure(class_map=numbers)
-        assert module.info.class_names == trained.class_names
-        assert module.splits.test.source.targets().tolist() == [
-            trained.class_names.index(one.parent.name) for one in paths
-        ]
-    with pytest.raises(ValueError, match="label '1' is not among"):
-        measure(class_map={0: 0})
-    for numbers in ({0: 0, 1: 0}, {0: 0, 1: 2}):
-        with pytest.raises(ValueError, match="must give each label one number from 0 to 1"):
-            measure(class_map=numbers)
