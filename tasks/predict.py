@@ -40,8 +40,6 @@ def run(cfg: DictConfig) -> dict[str, int]:
             classified, failed = _write_csv(partial, found, inputs, delimiter)
         else:
             classified, failed = _write_json(partial, found, inputs)
-    for line in inputs.notes():
-        print(line)
     unreadable = f"{len(failed)} unreadable"
     if failed:
         unreadable += f" (the first: {failed[0].path}: {failed[0].reason})"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -129,12 +128,9 @@ def rarest_labels(targets: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
 
 def number_of_class(target: Any, label: str) -> int:
     """A label as the number of its class. LabelError for one that is not a whole number."""
-    # pandas turns a column of whole numbers with an empty cell into floats.
-    is_whole = isinstance(target, float | np.floating) and float(target).is_integer()
-    try:
-        return int(target) if is_whole else operator.index(target)
-    except TypeError as error:
-        raise LabelError(f"{label}: the label {target!r} must be the number of a class") from error
+    if not isinstance(target, int | float | np.number) or not float(target).is_integer():
+        raise LabelError(f"{label}: the label {target!r} must be the number of a class")
+    return int(target)
 
 
 def find_weights(

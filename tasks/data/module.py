@@ -10,20 +10,20 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import Dataset, default_collate
 from typing_extensions import Self
 
 from longseq.tasks.commands import Predict
 from longseq.tasks.config import read
 from longseq.tasks.data.info import Info
-from longseq.tasks.data.loader import Batch, BatchLoader, TrainingLoader, find_place, follow, share_memory
+from longseq.tasks.data.loader import Batch, BatchLoader, TrainingLoader, find_place, follow
 from longseq.tasks.data.sampler import EvaluationSampler, SampleIndex, TrainingSampler
 from longseq.tasks.training.metrics import decide
 
 SPLITS = ("train", "val", "test")
 DECISION = "decision"  # the detail with the label or labels that thresholds decide on
-_TOP_K = 5  # the default classes of a prediction
-_NONE: Mapping[str, Any] = {}
+TOP_K = 5  # the default classes of a prediction
+NO_DETAILS: Mapping[str, Any] = {}
 
 
 class Prediction(NamedTuple):
@@ -31,7 +31,7 @@ class Prediction(NamedTuple):
 
     path: str
     classes: list[tuple[str, float]]
-    details: Mapping[str, Any] = _NONE
+    details: Mapping[str, Any] = NO_DETAILS
 
 
 class Unreadable(NamedTuple):
@@ -39,7 +39,7 @@ class Unreadable(NamedTuple):
 
     path: str
     reason: str = "unreadable"
-    details: Mapping[str, Any] = _NONE
+    details: Mapping[str, Any] = NO_DETAILS
 
 
 class Inputs(ABC):
@@ -61,64 +61,13 @@ class Inputs(ABC):
     def predict(self, model: nn.Module, keys: Predict) -> Iterator[Prediction | Unreadable]:
         """Classify the inputs in their order; the model is in eval mode, and gradients are off."""
 
-    def notes(self) -> list[str]:
-        """Lines for the end of a prediction."""
-        return []
-
-
-class InputFiles(Inputs, Dataset[Any]):
-    """The files below a path, each of them one input, which a `DataLoader` reads in batches.
-
-    A prediction has the five most probable classes; all labels if the info has `multi_label`. With several labels or
-    `thresholds` in the info, the detail `decision` has the label or labels that these decide on.
-    """
-
-    info: Any
-
-    @abstractmethod
-    def __init__(self, path: str, info: Any) -> None: ...
-
-    @classmethod
-    def open(cls, path: str, info: Any, keys: Predict) -> Self:
-        inputs = cls(path, info)
-        inputs.details = (*cls.details, *decided_details(info))
-        return inputs
-
-    @abstractmethod
-    def __len__(self) -> int: ...
-
-    @abstractmethod
-    def collate(self, items: list[Any]) -> tuple[Tensor, list[str], list[Unreadable]]:
-        """A batch `[B, ...]` of items, the paths of its B inputs, and those that cannot be read."""
-
-    def prepare(self, batch: Tensor) -> Tensor:
-        """The model's input for a batch, on the device of the batch."""
-        return batch
-
-    def score(self, model: nn.Module, batch: Tensor, paths: list[str], keys: Predict) -> Tensor:
-        """The logits `[B, num_classes]` of a prepared batch; a subclass may also write what the keys ask for."""
-        return model(batch)
-
-    def _collate(self, items: list[Any]) -> tuple[Tensor, list[str], list[Unreadable]]:
-        return share_memory(self.collate(items))
-
-    def predict(self, model: nn.Module, keys: Predict) -> Iterator[Prediction | Unreadable]:
-        info, device = self.info, next(model.parameters()).device
-        several = getattr(info, "multi_label", False)
-        count = keys.top_k or (len(info.class_names) if several else _TOP_K)
-        loader = DataLoader(self, keys.batch_size, num_workers=keys.num_workers, collate_fn=self._collate)
-        for batch, paths, failed in loader:
-            if paths:
-                logits = self.score(model, self.prepare(batch.to(device)), paths, keys)
-                yield from predictions_of(((path, _NONE) for path in paths), logits, info, count)
-            yield from failed
-
 
 def predictions_of(
     inputs: Iterable[tuple[str, Mapping[str, Any]]], logits: Tensor, info: Any, count: int
 ) -> Iterator[Prediction | Unreadable]:
     """The `count` most probable classes and the decision of each input (path, details), from logits `[B, C]`.
 
+    With several labels or `thresholds` in the info, the detail `decision` has the label or labels that these decide on.
     An input with NaN among its probabilities is unreadable, because NaN has no order.
     """
     names, several, thresholds = (

@@ -5,11 +5,11 @@ from __future__ import annotations
 import io
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities.seed import isolate_rng
 from PIL import Image
 from timm.data.readers.shared_count import SharedCount
 from torch import Tensor
@@ -41,7 +41,7 @@ class TrainingBatches(Dataset[Batch]):
 
     def __getitem__(self, indices: list[SampleIndex]) -> Batch:
         failures: list[Failure] = []
-        with preserved_random_state():
+        with isolate_rng(include_cuda=False):
             samples = [(self.transform(image), target) for image, target in self.samples(indices, failures)]
         if len(samples) < len(indices):
             return Batch(torch.empty(0), torch.empty(0), failures)
@@ -161,7 +161,7 @@ class StreamBatches(IterableDataset[Batch]):
                     continue
                 readable = True
                 image, label = sample
-                with preserved_random_state():
+                with isolate_rng(include_cuda=False):
                     seed_everything(derive_seed(*key, count))
                     images.append(self.transform(image))
                 targets.append(label)
@@ -261,18 +261,6 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002 - timm's transforms draw from the global generator
     torch.default_generator.manual_seed(seed)
-
-
-@contextmanager
-def preserved_random_state() -> Iterator[None]:
-    """Restore the generators of `seed_everything` afterwards."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])  # noqa: NPY002
-        torch.set_rng_state(states[2])
 
 
 def stack_images(images: list[Tensor], info: DataInfo) -> Tensor:

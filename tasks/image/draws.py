@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities.seed import isolate_rng
 from PIL import Image
 from timm.data import auto_augment
 from timm.data.transforms import RandomResizedCropAndInterpolation
@@ -23,7 +24,7 @@ from torchvision import transforms
 from longseq.tasks.data.loader import UNREADABLE, Batch, Failure
 from longseq.tasks.data.sampler import SampleIndex
 from longseq.tasks.image.config import Augmentation
-from longseq.tasks.image.datasets import TrainingBatches, as_targets, preserved_random_state, read_or_failure
+from longseq.tasks.image.datasets import TrainingBatches, as_targets, read_or_failure
 from longseq.tasks.image.decoding import decode, find_jpeg_size, first_line
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.sources import Split
@@ -218,7 +219,7 @@ class EncodedTrainingBatches(TrainingBatches):
         failures: list[Failure] = []
         files: list[EncodedFile] = []
         drawn: list[tuple[int, Draw, Any]] = []
-        with preserved_random_state():
+        with isolate_rng(include_cuda=False):
             for file, target in self.samples(indices, failures):
                 if not files or file is not files[-1]:  # repeats of a file are neighbours
                     files.append(file)

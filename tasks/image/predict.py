@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image, ImageDraw
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms.functional import gaussian_blur, to_pil_image
 
 from longseq.tasks.commands import Predict
-from longseq.tasks.data.loader import UNREADABLE
-from longseq.tasks.data.module import InputFiles, Unreadable
+from longseq.tasks.data.loader import UNREADABLE, share_memory
+from longseq.tasks.data.module import (
+    NO_DETAILS,
+    TOP_K,
+    Inputs,
+    Prediction,
+    Unreadable,
+    decided_details,
+    predictions_of,
+)
 from longseq.tasks.image.datasets import stack_images
 from longseq.tasks.image.decoding import decode, first_line
 from longseq.tasks.image.files import find_images
@@ -27,11 +38,12 @@ _LINE = 14  # the height of a line of text
 _HOT = (1.0, 0.35, 0.0)  # the colour of the strongest pixels
 
 
-class ImageFiles(InputFiles):
+class ImageFiles(Inputs, Dataset[Any]):
     """The image files below a folder, or one file, in the order of their paths, transformed for a model.
 
-    Items are (uint8 [C, H, W], path), or `Unreadable` with the reason, which is logged. Hidden files and files without
-    an image ending are left out. ValueError if there are no images.
+    A prediction has the five most probable classes, or all labels if the info has `multi_label`. Items are (uint8
+    [C, H, W], path), or `Unreadable` with the reason, which is logged. Hidden files and files without an image ending
+    are left out. ValueError if there are no images.
     """
 
     def __init__(self, path: str, info: DataInfo) -> None:
@@ -41,8 +53,12 @@ class ImageFiles(InputFiles):
             raise ValueError(f"input={path} holds no images")
         self.info = info
         self.transform = evaluation_transform(info)
+        self.details = decided_details(info)
         self._root = str(root.parent if root.is_file() else root)
-        self._notes: list[str] = []
+
+    @classmethod
+    def open(cls, path: str, info: DataInfo, keys: Predict) -> ImageFiles:
+        return cls(path, info)
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -59,16 +75,23 @@ class ImageFiles(InputFiles):
         """Images uint8 [B, C, H, W], their paths, and the images that cannot be read."""
         read = [item for item in items if not isinstance(item, Unreadable)]
         images = stack_images([image for image, _ in read], self.info)
-        return images, [path for _, path in read], [item for item in items if isinstance(item, Unreadable)]
+        failed = [item for item in items if isinstance(item, Unreadable)]
+        return share_memory((images, [path for _, path in read], failed))
 
-    def prepare(self, batch: Tensor) -> Tensor:
-        """The normalised images."""
-        return normalize(batch, self.info)
+    def predict(self, model: nn.Module, keys: Predict) -> Iterator[Prediction | Unreadable]:
+        info, device = self.info, next(model.parameters()).device
+        count = keys.top_k or (len(info.class_names) if info.multi_label else TOP_K)
+        loader = DataLoader(self, keys.batch_size, num_workers=keys.num_workers, collate_fn=self.collate)
+        for batch, paths, failed in loader:
+            if paths:
+                logits = self._score(model, normalize(batch.to(device), info), paths, keys)
+                yield from predictions_of(((path, NO_DETAILS) for path in paths), logits, info, count)
+            yield from failed
 
-    def score(self, model: nn.Module, batch: Tensor, paths: list[str], keys: Predict) -> Tensor:
+    def _score(self, model: nn.Module, batch: Tensor, paths: list[str], keys: Predict) -> Tensor:
         """The logits [B, num_classes]; with `saliency=FOLDER`, also writes a picture of each image."""
         if keys.saliency is None:
-            return super().score(model, batch, paths, keys)
+            return model(batch)
         names, chosen = self.info.class_names, None
         if keys.saliency_class is not None:
             chosen = torch.full((len(batch),), names.index(str(keys.saliency_class)), device=batch.device)
@@ -82,11 +105,7 @@ class ImageFiles(InputFiles):
             picture = Path(keys.saliency, os.path.relpath(path, self._root) + ".png")
             picture.parent.mkdir(parents=True, exist_ok=True)
             draw_saliency(*shown).save(picture)
-        self._notes = [f"pictures of saliency written below {keys.saliency}"]
         return logits
-
-    def notes(self) -> list[str]:
-        return self._notes
 
 
 def saliency(model: nn.Module, images: Tensor, classes: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -94,26 +94,21 @@ class SamplePredictions(Callback):
 
 @targets.register("callback")
 class WorstErrors(Callback):
-    """Lists the wrongly classified images with the highest loss in `folder`, with the columns `COLUMNS`.
+    """Lists the wrongly classified test images with the highest loss in `folder`/worst_errors_test.csv.
 
-    worst_errors_val.csv is of the validation of best.ckpt, worst_errors_test.csv of the test. A file has at most `rows`
-    images. `val/worst_errors` (about `pictures` in a run) and `test/worst_errors` are pictures of the first `count`. An
-    image of a stream has no file and is named by its batch.
+    The file has the columns `COLUMNS` and at most `rows` images. `test/worst_errors` is a picture of the first `count`.
+    `probability` is of the predicted class, and `loss` the cross entropy; with several labels, `probability` is the
+    highest of a wrong decision, and `loss` the mean over the labels. An image of a stream is named by its batch.
     """
 
-    def __init__(self, folder: str, count: int = 16, rows: int = 100, pictures: int = 20) -> None:
-        self.folder = Path(folder)
-        self.count, self.rows, self.pictures = count, rows, pictures
-        self._worst: _Worst | None = None
-        self._sizes: list[int] = []  # of the batches
-        self._validated: list[Mistake] | None = None  # of the last validation, in the process that writes
+    def __init__(self, folder: str, count: int = 16, rows: int = 100) -> None:
+        self.folder, self.count, self.rows = Path(folder), count, rows
+        self._mistakes: list[Mistake] = []
 
-    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._worst, self._sizes = None, []
+    def on_test_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._mistakes = []
 
-    on_test_epoch_start = on_validation_epoch_start
-
-    def on_validation_batch_end(
+    def on_test_batch_end(
         self,
         trainer: Trainer,
         pl_module: LightningModule,
@@ -122,41 +117,45 @@ class WorstErrors(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
+        if outputs is None:
+            return
+        module: Any = pl_module
+        datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
         images, true = batch
-        self._sizes.append(len(true))
-        if outputs is not None:
-            module: Any = pl_module
-            worst = _find_worst(outputs, true, module.decide(outputs), images, batch_idx, module.multi_label)
-            self._worst = worst.merge(self._worst, max(self.rows, self.count))
+        predicted = module.decide(outputs)
+        if module.multi_label:
+            losses = nn.functional.binary_cross_entropy_with_logits(outputs, true, reduction="none").mean(dim=1)
+            wrong = (predicted != true).any(dim=1)
+            probabilities = torch.where(true > 0, (-outputs).sigmoid(), outputs.sigmoid()).amax(dim=1)
+        else:
+            losses = nn.functional.cross_entropy(outputs, true, reduction="none")
+            wrong = predicted != true
+            probabilities = outputs.softmax(dim=1).gather(1, predicted[:, None])[:, 0]
+        rows = losses.masked_fill(~wrong, -math.inf).topk(min(self.rows, int(wrong.sum()))).indices
+        names = name_images(datamodule, trainer.test_dataloaders, batch_idx, len(true))
+        pixels = denormalize(images[rows], datamodule.info).mul(255).round().to("cpu", torch.uint8)
+        paths = [names[row] for row in rows.tolist()]
+        labels = (spell_targets(one[rows], datamodule.info) for one in (true, predicted))
+        columns: Any = (paths, *labels, probabilities[rows].tolist(), losses[rows].tolist(), pixels)
+        self._keep([*self._mistakes, *map(Mistake, *columns)])
 
-    on_test_batch_end = on_validation_batch_end
-
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._validated = self._gather(trainer, "val")
-        if self._validated is not None and is_due(trainer, self.pictures):
-            self._draw(trainer, "val", self._validated, trainer.global_step - 1)
-
-    def on_best_validation(self) -> None:
-        """`BestCheckpoint` calls this if the last validation is the best one so far."""
-        if self._validated is not None:
-            self._write("val", self._validated)
+    def _keep(self, mistakes: list[Mistake]) -> None:
+        self._mistakes = sorted(mistakes, key=lambda one: (-one.loss, one.path))[: self.rows]
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        mistakes = self._gather(trainer, "test")
-        if mistakes is not None:
-            self._draw(trainer, "test", mistakes, trainer.global_step)
-            self._write("test", mistakes)
-
-    def _write(self, stage: str, mistakes: list[Mistake]) -> None:
+        if trainer.world_size > 1:
+            gathered: list[Any] = [None] * trainer.world_size
+            torch.distributed.all_gather_object(gathered, self._mistakes)
+            self._keep([one for part in gathered for one in part])
+        if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
         file = io.StringIO()
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(COLUMNS)
-        for path, true, predicted, probability, loss, _ in mistakes[: self.rows]:
+        for path, true, predicted, probability, loss, _ in self._mistakes:
             writer.writerow([path, true, predicted, f"{probability:.6f}", f"{loss:.6f}"])
-        write_text(self.folder / f"worst_errors_{stage}.csv", file.getvalue())
-
-    def _draw(self, trainer: Trainer, stage: str, mistakes: list[Mistake], step: int) -> None:
-        board, shown = find_board(trainer), mistakes[: self.count]
+        write_text(self.folder / "worst_errors_test.csv", file.getvalue())
+        board, shown = find_board(trainer), self._mistakes[: self.count]
         if shown and board is not None:
             picture = draw_predictions(
                 torch.stack([one.pixels for one in shown]).float() / 255,
@@ -164,38 +163,11 @@ class WorstErrors(Callback):
                 [one.true for one in shown],
                 notes=[os.path.basename(one.path) for one in shown],
             )
-            board.experiment.add_image(f"{stage}/worst_errors", picture, step)
-
-    def _gather(self, trainer: Trainer, stage: str) -> list[Mistake] | None:
-        """The mistakes of all processes, worst first; None in a process that does not write."""
-        worst, self._worst = self._worst, None
-        mistakes = []
-        if worst is not None:
-            datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
-            loader: Any = trainer.val_dataloaders if stage == "val" else trainer.test_dataloaders
-            pixels = denormalize(worst.images, datamodule.info).mul(255).round().to("cpu", torch.uint8)
-            labels = (spell_targets(one, datamodule.info) for one in (worst.true, worst.predicted))
-            columns: tuple[Any, ...] = (*labels, worst.probability.tolist(), worst.loss.tolist(), pixels)
-            names: dict[int, list[str]] = {}
-            for (batch, row), *values in zip(worst.places.tolist(), *columns, strict=True):
-                if batch not in names:
-                    names[batch] = name_images(datamodule, stage, loader, batch, self._sizes[batch])
-                mistakes.append(Mistake(names[batch][row], *values))
-        gathered: list[Any] = [[one for one in mistakes if one.loss != -math.inf]]
-        if trainer.world_size > 1:
-            own, gathered = gathered[0], [None] * trainer.world_size
-            torch.distributed.all_gather_object(gathered, own)
-        if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
-            return None
-        return sorted((one for part in gathered for one in part), key=lambda one: (-one.loss, one.path))
+            board.experiment.add_image("test/worst_errors", picture, trainer.global_step)
 
 
 class Mistake(NamedTuple):
-    """A wrongly classified image, with the probability of the predicted class and the cross entropy.
-
-    With several labels, `probability` is the highest probability of a wrong decision, and `loss` the mean binary cross
-    entropy.
-    """
+    """A wrongly classified image: the columns of `WorstErrors`, and its pixels."""
 
     path: str
     true: str
@@ -203,42 +175,6 @@ class Mistake(NamedTuple):
     probability: float
     loss: float
     pixels: Tensor  # uint8 [C, S, S]
-
-
-class _Worst(NamedTuple):
-    """The images with the highest loss so far, on the device, so that no batch waits for a copy to the host."""
-
-    loss: Tensor  # [K], -inf for correctly classified images
-    probability: Tensor  # [K] of the predicted class
-    true: Tensor  # [K], or [K, C] for several labels
-    predicted: Tensor  # int64, as `true`
-    places: Tensor  # int64 [K, 2]: the batch, and the row in it
-    images: Tensor  # [K, C, S, S] normalised
-
-    def merge(self, other: _Worst | None, count: int) -> _Worst:
-        """The `count` worst of both."""
-        own = self._first(count)
-        return own if other is None else _Worst(*map(torch.cat, zip(other, own, strict=True)))._first(count)
-
-    def _first(self, count: int) -> _Worst:
-        order = self.loss.topk(min(count, len(self.loss))).indices
-        return _Worst(*(values[order] for values in self))
-
-
-def _find_worst(
-    logits: Tensor, true: Tensor, predicted: Tensor, images: Tensor, batch_idx: int, multi_label: bool
-) -> _Worst:
-    if multi_label:
-        loss = nn.functional.binary_cross_entropy_with_logits(logits, true, reduction="none").mean(dim=1)
-        right = (predicted == true).all(dim=1)
-        probability = torch.where(true > 0, (-logits).sigmoid(), logits.sigmoid()).amax(dim=1)
-    else:
-        loss = nn.functional.cross_entropy(logits, true, reduction="none")
-        right = predicted == true
-        probability = logits.softmax(dim=1).gather(1, predicted[:, None])[:, 0]
-    rows = torch.arange(len(true), device=true.device)
-    places = torch.stack([torch.full_like(rows, batch_idx), rows], dim=1)
-    return _Worst(loss.masked_fill(right, -math.inf), probability, true, predicted, places, images)
 
 
 def pick_examples(datamodule: Any, count: int) -> tuple[Tensor, Tensor] | None:
@@ -270,10 +206,10 @@ def stratified_order(classes: np.ndarray) -> np.ndarray:
     return shuffled[np.argsort(turns, kind="stable")]
 
 
-def name_images(datamodule: Any, stage: str, loader: Any, batch: int, size: int) -> list[str]:
-    """The names of the `size` images of a batch in an evaluation (val, test); their places without a known name."""
+def name_images(datamodule: Any, loader: Any, batch: int, size: int) -> list[str]:
+    """The names of the `size` images of a batch of the test; their places without a known name."""
     if datamodule.splits is not None:
-        split: Split = datamodule.splits.validation if stage == "val" else datamodule.splits.test
+        split: Split = datamodule.splits.test
         unreadable = set(datamodule.unreadable)
         paths = [split.source.path(int(split.indices[place])) for place in loader.sampler.batch(batch)]
         named = [path for path in paths if path not in unreadable]

@@ -27,8 +27,7 @@ class BestCheckpoint(ModelCheckpoint):
     """Keeps `best.ckpt`, the checkpoint with the best `monitor`; of equally good ones the latest.
 
     Every number is better than NaN. A run takes `mode`, min or max, from the metric. `best_metrics` are the validation
-    metrics of the best checkpoint. After each best validation so far, it calls `on_best_validation()` of callbacks that
-    have it.
+    metrics of the best checkpoint.
     """
 
     def __init__(self, dirpath: str, monitor: str, mode: str) -> None:
@@ -47,9 +46,6 @@ class BestCheckpoint(ModelCheckpoint):
         self.best_metrics = {
             name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")
         }
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if (notify := getattr(callback, "on_best_validation", None)) is not None:
-                notify()
         return True
 
     def state_dict(self) -> dict[str, Any]:
