@@ -70,11 +70,7 @@ def predictions_of(
     With several labels or `thresholds` in the info, the detail `decision` has the label or labels that these decide on.
     An input with NaN among its probabilities is unreadable, because NaN has no order.
     """
-    names, several, thresholds = (
-        info.class_names,
-        getattr(info, "multi_label", False),
-        getattr(info, "thresholds", None),
-    )
+    names, several, thresholds = info.class_names, info.multi_label, info.thresholds
     probabilities = logits.float().sigmoid() if several else logits.float().softmax(dim=1)
     finite = probabilities.isfinite().all(dim=1).tolist()
     values, classes = (part.tolist() for part in probabilities.topk(min(count, len(names)), dim=1))
@@ -96,8 +92,7 @@ def predictions_of(
 
 def decided_details(info: Any) -> tuple[str, ...]:
     """The detail `decision`, unless the most probable class is the decision."""
-    several, thresholds = getattr(info, "multi_label", False), getattr(info, "thresholds", None)
-    return (DECISION,) if several or thresholds is not None else ()
+    return (DECISION,) if info.multi_label or info.thresholds is not None else ()
 
 
 class TaskData(LightningDataModule, ABC):

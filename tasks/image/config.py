@@ -37,9 +37,7 @@ class ImageDataKeys(Keys):
     """The keys of `data`; `ImageDataModule` documents them."""
 
     name: str = key(..., "the name in tables")
-    source: str = key(
-        ..., "digits, fashion_mnist, cifar10, folder, csv, shards, hfds/NAME, hfids/NAME, wds/NAME, torch/NAME"
-    )
+    source: str = key(..., "digits, fashion_mnist, cifar10, folder, csv, shards, own, hfds/, hfids/, wds/, torch/NAME")
     img_size: Count = key(..., "pixels of a side in training and evaluation")
     root: str | None = key(None, "the folder of the data")
     download: bool = key(False, "true: fetch the data if they are not in root")
@@ -51,9 +49,7 @@ class ImageDataKeys(Keys):
     train_split: str = key("train", "the name of the training split")
     val_split: str | None = key("validation", "the name of the validation split")
     test_split: str | None = key(None, "the name of the test split; null: the validation images are tested")
-    val_fraction: Annotated[float, Field(gt=0, lt=1)] = key(
-        0.1, "the part of the training images that validates, if there is no validation split"
-    )
+    val_fraction: float = key(0.1, "the part of the training images that validates without val_split", gt=0, lt=1)
     split_seed: int = key(0, "which images these are", ge=0)
     train_samples: Count | None = key(None, "the images of an epoch, for streams of unknown length")
     mean: Annotated[Sequence[Part], Field(min_length=1)] = key((0.5,), "of each channel, on the scale from 0 to 1")
@@ -66,9 +62,7 @@ class ImageDataKeys(Keys):
     num_workers: Annotated[int, Field(ge=0)] | None = key(None, "null: one per core, at most 16 per device")
     decode: Literal["cpu", "gpu"] = key("cpu", "gpu: nvJPEG and transforms of whole batches")
     pin_memory: bool = key(True, "copy batches to a GPU from pinned memory")
-    on_error: Literal["skip", "raise"] = key(
-        "skip", "skip: unreadable images are counted; raise: the first ends the run"
-    )
+    on_error: Literal["skip", "raise"] = key("skip", "raise: the first unreadable image ends the run")
     class_weights: ClassWeights = key("none", "balanced, a list, or {NAME: NUMBER}: weights of classes in the loss")
     sampling: Sampling = key(None, "balanced: an epoch draws each class equally often")
     multi_label: bool = key(False, "true: an image has any number of labels")
@@ -177,8 +171,6 @@ class ImageKeys(TaskKeys):
 
         group = config["task"]
         check_metrics(group["metric"], group["metrics"], multi_label=bool(config["data"]["multi_label"]))
-        if config["recipe"]["name"] == "finetune" and not starts_trained(config):
-            raise ValueError("recipe=finetune begins with trained weights: give init=FILE or model.pretrained=true")
 
     def choose(self, config: Mapping[str, Any], info: DataInfo | None, parts: int) -> Choice:
         return choose_recipe(config, info, parts)
@@ -280,9 +272,9 @@ def _explain(
     """The choice and its reason, in one line."""
     recipe = config["recipe"]
     rate = "that is searched" if values["learning_rate"] == FIND else values["learning_rate"]
-    stated = [(recipe[unit], unit[:-1]) for unit in ("updates", "tokens", "minutes") if recipe.get(unit) is not None]
-    count, unit = stated[0] if stated else (values["epochs"], "epoch")
-    length = f"{count:,} {unit}{'s' * (count != 1)}".replace(".0 ", " ")
+    units = [unit for unit in ("updates", "tokens", "minutes") if recipe.get(unit) is not None]
+    count, unit = (recipe[units[0]], units[0]) if units else (values["epochs"], "epochs")
+    length = f"{count:,} {unit.removesuffix('s') if count == 1 else unit}"
     strong = values["augment.repeats"] > 1
     why = "trained weights, tuned gently" if trained else "as for ImageNet" if strong else "few images, seen often"
     data = f"{images:,} images" + ("" if info is None else f" of {info.num_classes} classes at {info.img_size} px")

@@ -59,7 +59,7 @@ _EVALUATED = {"class_weights": "none", "sampling": None}
 
 _KINDS = {"train": "train", "val": "validation", "test": "test"}
 
-_LAYOUTS: Mapping[str, type[Layout]] = {
+_LAYOUTS: Mapping[str, type[Layout] | None] = {
     "folder": FolderLayout,
     "csv": TableLayout,
     "shards": ShardLayout,
@@ -214,9 +214,7 @@ class ImageDataModule(TaskData):
         source = self.keys.source
         if source in SOURCES:
             return None
-        kind = _LAYOUTS.get(source.lower() if source.lower().startswith("torch/") else source)
-        if kind is None and source.startswith(("hfds/", "torch/")):
-            kind = NamedLayout
+        kind = _LAYOUTS.get(source, NamedLayout if source.startswith(("hfds/", "torch/")) else None)
         if kind is None:
             names = ", ".join([*SOURCES, "folder, csv, shards, own"])
             raise ValueError(f"data.source={source} is not among {names}, hfds/, hfids/, wds/ and torch/NAME")
@@ -295,9 +293,9 @@ class ImageDataModule(TaskData):
         batches: TrainingBatches
         if (device := self._decoding_device()) is None:
             transform = training_transform(self.info, self.augmentation)
-            batches = TrainingBatches(split, transform, self.seed, self.info)
+            batches = TrainingBatches(split, transform, self.seed)
         else:
-            batches = EncodedTrainingBatches(split, TrainingDraws(self.info, self.augmentation), self.seed, self.info)
+            batches = EncodedTrainingBatches(split, TrainingDraws(self.info, self.augmentation), self.seed)
             work = DeviceTransform(split, self.info, self.augmentation, device, seed=self.seed)
             options["finish"] = partial(_finish, work, device, options["num_workers"])
         return TrainingLoader(batches, self._sampler(split), **options, **follow(self.trainer))

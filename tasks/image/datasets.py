@@ -29,11 +29,11 @@ class TrainingBatches(Dataset[Batch]):
     """SampleIndexes -> a full batch. The index of an unreadable image determines the image that replaces it.
 
     Repeats of an image are neighbours in a batch: it is decoded once for all of them. The batch is empty if too many
-    replacements in a row are unreadable. With `info`, labels must be among its classes.
+    replacements in a row are unreadable.
     """
 
-    def __init__(self, split: Split, transform: Callable[..., Any], seed: int, info: DataInfo | None = None) -> None:
-        self.split, self.transform, self.seed, self.info = split, transform, seed, info
+    def __init__(self, split: Split, transform: Callable[..., Any], seed: int) -> None:
+        self.split, self.transform, self.seed = split, transform, seed
         self.read: Callable[[Split, int], tuple[Any, Any] | Failure] = read_or_failure
 
     def __len__(self) -> int:
@@ -66,7 +66,7 @@ class TrainingBatches(Dataset[Batch]):
     def _read(self, index: SampleIndex, failures: list[Failure]) -> tuple[Any, Any] | None:
         for attempt in range(REPLACEMENTS):
             position = replace_position(self.seed, index, attempt, len(self.split)) if attempt else index.position
-            result = _in_classes(self.read(self.split, position), self.split, position, self.info)
+            result = self.read(self.split, position)
             if not isinstance(result, Failure):
                 return result
             failures.append(result)
@@ -86,7 +86,7 @@ class EvaluationBatches(Dataset[Batch]):
         failures: list[Failure] = []
         images, targets = [], []
         for position in positions:
-            sample = _in_classes(read_or_failure(self.split, position), self.split, position, self.info)
+            sample = read_or_failure(self.split, position)
             if isinstance(sample, Failure):
                 failures.append(sample)
             else:
@@ -94,19 +94,6 @@ class EvaluationBatches(Dataset[Batch]):
                 targets.append(sample[1])
         num_labels = self.info.num_classes if self.info.multi_label else None
         return Batch(stack_images(images, self.info), as_targets(targets, num_labels), failures)
-
-
-def _in_classes(
-    sample: tuple[Any, Any] | Failure, split: Split, position: int, info: DataInfo | None
-) -> tuple[Any, Any] | Failure:
-    """The sample, or a failure that stops the run if its label is not the number of a class."""
-    if isinstance(sample, Failure) or info is None:
-        return sample
-    label = sample[1]
-    if not isinstance(label, int) or 0 <= label < info.num_classes:
-        return sample
-    message = f"the label {label} is not among the classes 0 to {info.num_classes - 1}"
-    return Failure(split.source.path(int(split.indices[position])), message, stops=True)
 
 
 class StreamBatches(IterableDataset[Batch]):

@@ -6,13 +6,13 @@ import io
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import IO
 
 import numpy as np
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, ImageOps
 
 from longseq.tasks.data.loader import UNREADABLE
 
@@ -41,16 +41,7 @@ RESIZING_OBLONG = (
 
 # Formats that Pillow recognises but does not decode itself, or only with another program (Ghostscript).
 _NOT_DECODED = {"BUFR", "EPS", "GRIB", "HDF5", "MPEG", "WMF"}
-
-_TURNS = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
+_TURNED = range(2, 9)  # EXIF orientations
 
 
 @cache
@@ -115,7 +106,7 @@ def find_jpeg_size(data: bytes) -> tuple[int, int] | None:
     with decoding(), Image.open(io.BytesIO(data)) as image:  # reads only the header
         if image.format != "JPEG" or image.mode not in ("RGB", "L") or image.info.get("adobe_transform") == 0:
             return None
-        if "exif" in image.info and _orientation(image) in _TURNS:
+        if "exif" in image.info and _orientation(image) in _TURNED:
             return None
         return image.height, image.width
 
@@ -130,15 +121,11 @@ def _orientation(image: Image.Image) -> int | None:
 
 
 def upright(image: Image.Image) -> Image.Image:
-    """Rotate and mirror an image by its EXIF orientation; damaged EXIF data is ignored."""
-    turn = _TURNS.get(_orientation(image))  # type: ignore[arg-type]
-    if turn is None:
-        return image
-    turned = image.transpose(turn)
-    turned.format = image.format
-    # Without EXIF data, no later step rotates the image again.
-    turned.info = {key: value for key, value in image.info.items() if key == "transparency"}
-    return turned
+    """Rotate and mirror an image in place by its EXIF orientation; damaged EXIF data is ignored."""
+    if _orientation(image) in _TURNED:
+        with suppress(Exception):  # Pillow turns the image before it writes EXIF data without the orientation
+            ImageOps.exif_transpose(image, in_place=True)
+    return image
 
 
 def in_eight_bits(image: Image.Image) -> Image.Image:

@@ -21,6 +21,7 @@ from timm.data.transforms import RandomResizedCropAndInterpolation
 from torch import Tensor
 from torchvision import transforms
 
+from longseq.tasks.data.labels import LabelError
 from longseq.tasks.data.loader import UNREADABLE, Batch, Failure
 from longseq.tasks.data.sampler import SampleIndex
 from longseq.tasks.image.config import Augmentation
@@ -199,6 +200,8 @@ def read_encoded(split: Split, position: int) -> tuple[EncodedFile, Any] | Failu
         data, target = read_file(index)
         size = find_jpeg_size(data)
         return (_as_pixels(decode(io.BytesIO(data))) if size is None else EncodedFile(data, size, True)), target
+    except LabelError as error:
+        return Failure(split.source.path(index), str(error), stops=True)
     except UNREADABLE as error:
         return Failure(split.source.path(index), first_line(error))
 
@@ -210,8 +213,8 @@ def _as_pixels(image: Image.Image) -> EncodedFile:
 class EncodedTrainingBatches(TrainingBatches):
     """`TrainingBatches` that a `longseq.tasks.image.device.DeviceTransform` finishes: inputs are `EncodedImages`."""
 
-    def __init__(self, split: Split, draws: TrainingDraws, seed: int, info: DataInfo | None = None) -> None:
-        super().__init__(split, draws, seed, info)
+    def __init__(self, split: Split, draws: TrainingDraws, seed: int) -> None:
+        super().__init__(split, draws, seed)
         self.size = draws.size
         self.read = read_encoded
 

@@ -79,21 +79,19 @@ class Layout(ABC):
         are the training images, or number the classes differently.
         """
         parts = {kind: self.find(kind, name) for kind, name in self.names.items() if name is not None}
+        has_splits = self.whole is None or any(parts.values())
         for kind, part in parts.items():
             name, key = self.names[kind], SPLIT_KEYS[kind]
-            required = kind == "train" and (self.whole is None or any(parts.values()))
-            if part is None and (required or name != kind):
+            if part is None and (name != kind or (kind == "train" and has_splits)):
                 raise FileNotFoundError(f"data.{key}={name}: {self.root} holds no {name}")
             if part and kind != "train" and parts["train"] and same_root(part, parts["train"]):
                 raise ValueError(f"data.{key}={name} names the training images")
-        first = parts.pop("train") or self.whole
-        assert first is not None
-        train = self.open(first)
-        others = {part: self.open(part, train.class_names) for part in parts.values() if part is not None}
-        held_out = {kind: others[part] for kind, part in parts.items() if part is not None}
-        for kind, source in held_out.items():
-            require_same_numbers(source.class_names, train.class_names, self.keys.source, kind)
-        return {"train": train, **held_out}
+        train = self.open(parts.pop("train") or self.whole or "")
+        opened = {part: self.open(part, train.class_names) for part in set(parts.values()) if part is not None}
+        for kind, part in parts.items():
+            if part is not None:
+                require_same_numbers(opened[part].class_names, train.class_names, self.keys.source, kind)
+        return {"train": train, **{kind: opened[part] for kind, part in parts.items() if part is not None}}
 
     def open_held_out(self, kind: str, class_names: Sequence[str], *, foreign: bool) -> Source | None:
         """The images of `kind` (validation or test); None if they are held out from the training split.
@@ -119,36 +117,6 @@ def require_same_numbers(held_out: Sequence[str], train: Sequence[str], label: s
         raise ValueError(f"{label}: {kind} has the classes {name_some(held_out)}, and training {name_some(train)}")
 
 
-class StoredSource(ABC):
-    """Images stored in files. Targets are classes `[N]`, or for several labels `[N, C]` of 0 and 1."""
-
-    def __init__(self, label: str, class_names: Sequence[str], targets: np.ndarray) -> None:
-        self.label, self.class_names, self._targets = label, list(class_names), targets
-
-    @abstractmethod
-    def read_bytes(self, index: int) -> bytes:
-        """The contents of an image's file."""
-
-    @abstractmethod
-    def path(self, index: int) -> str:
-        """The name of an image in messages and tables."""
-
-    def __len__(self) -> int:
-        return len(self._targets)
-
-    def read_file(self, index: int) -> tuple[bytes, Any]:
-        """The contents of an image's file, and its class or its labels."""
-        target = self._targets[index]
-        return self.read_bytes(index), target if target.ndim else int(target)
-
-    def read(self, index: int) -> tuple[Image.Image, Any]:
-        data, target = self.read_file(index)
-        return decode(io.BytesIO(data)), target
-
-    def targets(self) -> np.ndarray:
-        return self._targets
-
-
 class _Item(NamedTuple):
     """An image: the folders around it, its path, and in a tar file its archive, offset and length."""
 
@@ -157,8 +125,11 @@ class _Item(NamedTuple):
     place: tuple[str, int, int] | None = None
 
 
-class FileSource(StoredSource):
-    """Images in files, or in members of tar files: `places` are then the archive, the offset and the length."""
+class FileSource:
+    """Images in files, or in members of tar files: `places` are then the archive, the offset and the length.
+
+    Targets are classes `[N]`, or for several labels `[N, C]` of 0 and 1.
+    """
 
     def __init__(
         self,
@@ -168,18 +139,30 @@ class FileSource(StoredSource):
         paths: Sequence[str],
         places: Sequence[tuple[str, int, int] | None] | None = None,
     ) -> None:
-        super().__init__(label, class_names, targets)
+        self.label, self.class_names, self._targets = label, list(class_names), targets
         self.paths, self._places = paths, places
 
-    def read_bytes(self, index: int) -> bytes:
+    def __len__(self) -> int:
+        return len(self._targets)
+
+    def read_file(self, index: int) -> tuple[bytes, Any]:
+        """The contents of an image's file, and its class or its labels."""
+        target = self._targets[index]
         place = None if self._places is None else self._places[index]
         path, offset, size = place or (self.paths[index], 0, -1)
         with open(path, "rb") as file:
             file.seek(offset)
-            return file.read(size)
+            return file.read(size), target if target.ndim else int(target)
+
+    def read(self, index: int) -> tuple[Image.Image, Any]:
+        data, target = self.read_file(index)
+        return decode(io.BytesIO(data)), target
 
     def path(self, index: int) -> str:
         return self.paths[index]
+
+    def targets(self) -> np.ndarray:
+        return self._targets
 
 
 class FolderLayout(Layout):
@@ -357,39 +340,6 @@ def _read_rows(path: Path, keys: ImageDataKeys) -> Iterator[_Row]:
             yield _Row(line, image, labels)
 
 
-class ShardSource(StoredSource):
-    """One split of a folder of shards, whose images are read by offset.
-
-    Classes are numbered as in the manifest, or as in `order` if it has the same classes.
-    """
-
-    def __init__(self, root: str, split: str, manifest: Mapping[str, Any], order: Sequence[str] | None = None) -> None:
-        written: list[str] = manifest["class_names"]
-        several = bool(manifest["multi_label"])
-        targets = np.load(Path(root, f"{split}.targets.npy"))
-        if order is not None and set(order) == set(written):
-            if several:
-                targets = targets[:, [written.index(name) for name in order]]
-            else:
-                targets = np.array([list(order).index(name) for name in written], targets.dtype)[targets]
-            written = list(order)
-        super().__init__(f"{root}/{split}", written, targets.astype(np.float32) if several else targets)
-        self.root = Path(root)
-        self.shards: list[str] = manifest["splits"][split]["shards"]
-        self._index = np.load(self.root / f"{split}.index.npy")
-        names = (self.root / f"{split}.names.txt").read_text(encoding="utf-8").splitlines()
-        self._names = [json.loads(line) for line in names]
-
-    def read_bytes(self, index: int) -> bytes:
-        shard, offset, size = self._index[index].tolist()
-        with open(self.root / self.shards[shard], "rb", buffering=0) as file:
-            file.seek(offset)
-            return file.read(size)
-
-    def path(self, index: int) -> str:
-        return f"{self.root / self.shards[int(self._index[index, 0])]}/{self._names[index]}"
-
-
 class ShardLayout(Layout):
     """A folder of shards. ValueError if it was prepared with another `multi_label`."""
 
@@ -405,5 +355,20 @@ class ShardLayout(Layout):
     def find(self, kind: str, name: str) -> str | None:
         return name if name in self.manifest["splits"] else None
 
-    def open(self, part: str, class_names: Sequence[str] | None = None) -> ShardSource:
-        return ShardSource(self.root, part, self.manifest, class_names)
+    def open(self, part: str, class_names: Sequence[str] | None = None) -> FileSource:
+        """The images of a part. Classes are numbered as in `class_names` if these are the same classes."""
+        root, names = Path(self.root), self.manifest["class_names"]
+        targets = np.load(root / f"{part}.targets.npy")
+        if class_names is not None and set(class_names) == set(names):
+            if self.keys.multi_label:
+                targets = targets[:, [names.index(name) for name in class_names]]
+            else:
+                targets = np.array([list(class_names).index(name) for name in names])[targets]
+            names = class_names
+        shards = [str(root / shard) for shard in self.manifest["splits"][part]["shards"]]
+        index = np.load(root / f"{part}.index.npy").tolist()
+        places = [(shards[shard], offset, size) for shard, offset, size in index]
+        lines = (root / f"{part}.names.txt").read_text(encoding="utf-8").splitlines()
+        paths = [f"{shards[shard]}/{json.loads(line)}" for (shard, _, _), line in zip(index, lines, strict=True)]
+        targets = targets.astype(np.float32) if self.keys.multi_label else targets
+        return FileSource(f"{self.root}/{part}", names, targets, paths, places)

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image, ImageDraw
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
-from torchvision.transforms.functional import gaussian_blur, to_pil_image
+from torchvision.transforms.functional import gaussian_blur
+from torchvision.utils import save_image
 
 from longseq.tasks.commands import Predict
 from longseq.tasks.data.loader import UNREADABLE, share_memory
@@ -34,7 +34,6 @@ from longseq.tasks.image.transforms import denormalize, evaluation_transform, no
 _log = logging.getLogger(__name__)
 
 _SMALLEST = 128  # the smallest side of an image in a picture, in pixels
-_LINE = 14  # the height of a line of text
 _HOT = (1.0, 0.35, 0.0)  # the colour of the strongest pixels
 
 
@@ -92,19 +91,16 @@ class ImageFiles(Inputs, Dataset[Any]):
         """The logits [B, num_classes]; with `saliency=FOLDER`, also writes a picture of each image."""
         if keys.saliency is None:
             return model(batch)
-        names, chosen = self.info.class_names, None
+        chosen = None
         if keys.saliency_class is not None:
-            chosen = torch.full((len(batch),), names.index(str(keys.saliency_class)), device=batch.device)
+            chosen = torch.full(
+                (len(batch),), self.info.class_names.index(str(keys.saliency_class)), device=batch.device
+            )
         logits, maps = saliency(model, batch, chosen)
-        chosen = logits.argmax(dim=1) if chosen is None else chosen
-        spread = logits.sigmoid() if self.info.multi_label else logits.softmax(dim=1)
-        probabilities = spread.gather(1, chosen[:, None])[:, 0].tolist()
-        pixels = denormalize(batch, self.info).cpu()
-        captions = [f"{names[one]} {value:.3f}" for one, value in zip(chosen.tolist(), probabilities, strict=True)]
-        for path, *shown in zip(paths, pixels, maps.cpu(), captions, strict=True):
+        for path, *shown in zip(paths, denormalize(batch, self.info).cpu(), maps.cpu(), strict=True):
             picture = Path(keys.saliency, os.path.relpath(path, self._root) + ".png")
             picture.parent.mkdir(parents=True, exist_ok=True)
-            draw_saliency(*shown).save(picture)
+            save_image(draw_saliency(*shown), picture)
         return logits
 
 
@@ -142,14 +138,8 @@ def shade(pixels: Tensor, maps: Tensor) -> Tensor:
     return 0.6 * grey * (1 - heat) + heat * torch.tensor(_HOT, device=maps.device).view(3, 1, 1)
 
 
-def draw_saliency(pixels: Tensor, saliency_map: Tensor, caption: str) -> Image.Image:
-    """An image [C, h, w] in [0, 1] next to its map [h, w], with a line of text below."""
-    shown = (pixels, shade(pixels[None], saliency_map[None])[0])
+def draw_saliency(pixels: Tensor, saliency_map: Tensor) -> Tensor:
+    """An image [C, h, w] in [0, 1] next to its map [h, w]: [3, H, W]."""
     times = -(-_SMALLEST // pixels.shape[-1])  # whole, so that pixels stay squares
-    width, height = pixels.shape[-1] * times, pixels.shape[-2] * times
-    canvas = Image.new("RGB", (2 * width + 2, height + _LINE), "white")
-    for place, image in enumerate(shown):
-        tile = to_pil_image(image.clamp(0, 1)).convert("RGB")
-        canvas.paste(tile.resize((width, height), Image.Resampling.NEAREST), (place * (width + 2), 0))
-    ImageDraw.Draw(canvas).text((2, height + 1), caption, fill="black")
-    return canvas
+    shown = torch.cat([pixels.expand(3, -1, -1), shade(pixels[None], saliency_map[None])[0]], dim=2)
+    return shown.repeat_interleave(times, 1).repeat_interleave(times, 2)

@@ -76,7 +76,7 @@ def describe(manifest: Mapping[str, Any]) -> str:
 def prepare(keys: PrepareImages) -> dict[str, Any]:
     """Write the images of each split to shards in the new or empty folder `keys.output`; returns its manifest.
 
-    A shard has at most `shard_bytes`, but at least one image. ValueError if no image of a split can be read.
+    A shard ends after the image that reaches `shard_bytes`. ValueError if no image of a split can be read.
     """
     sources, output = open_input(keys), Path(keys.output)
     if output.is_dir() and any(output.iterdir()):
@@ -97,12 +97,8 @@ def prepare(keys: PrepareImages) -> dict[str, Any]:
                     else:
                         failed.append(f"{source.path(index)}: {one.reason}")
                     advance(1)
-                if writer.tar is None:
-                    reason = f"none of the {len(source)} {split} images can be read"
-                    raise ValueError(": ".join([reason, *failed[-1:]]))
                 splits[split] = writer.finish()
         manifest = {
-            "format": {name: getattr(keys, name) for name in ("format", "size", "quality")},
             "class_names": list(sources["train"].class_names),
             "multi_label": keys.multi_label,
             "unreadable": len(failed),
@@ -183,7 +179,7 @@ class _Writer:
             ending, label = "json", json.dumps({"labels": names}).encode()
         else:
             ending, label = "cls", str(int(target)).encode()
-        if self.tar is not None and self.tar.offset + _space(one.data) + _space(label) > self.keys.shard_bytes:
+        if self.tar is not None and self.tar.offset >= self.keys.shard_bytes:
             self.tar.close()
             self.tar = None
         if self.tar is None:
@@ -202,7 +198,8 @@ class _Writer:
 
     def finish(self) -> dict[str, Any]:
         """Write the index of the split; returns its entry in the manifest."""
-        assert self.tar is not None
+        if self.tar is None:
+            raise ValueError(f"no image of the split {self.split} can be read")
         self.tar.close()
         np.save(self.folder / f"{self.split}.index.npy", np.array(self.rows, dtype=np.int64))
         targets = np.array(self.targets).astype(np.uint8 if self.keys.multi_label else np.int64)
@@ -211,8 +208,3 @@ class _Writer:
         (self.folder / f"{self.split}.names.txt").write_text(lines, encoding="utf-8")
         size = sum((self.folder / shard).stat().st_size for shard in self.shards)
         return {"images": len(self.rows), "shards": self.shards, "bytes": size}
-
-
-def _space(data: bytes) -> int:
-    """The bytes of a file in an archive: its header, and its contents in whole blocks."""
-    return tarfile.BLOCKSIZE * (1 + -(-len(data) // tarfile.BLOCKSIZE))

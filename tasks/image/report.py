@@ -6,13 +6,10 @@ import csv
 import io
 import math
 import os
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from itertools import count, islice
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from PIL import Image, ImageDraw, ImageFont
@@ -20,7 +17,7 @@ from torch import Tensor, nn
 from torchvision.transforms.functional import pil_to_tensor, to_pil_image
 
 from longseq.blocks.sharding import has_shards
-from longseq.tasks.data.labels import rarest_labels
+from longseq.tasks.data.sampler import EvaluationSampler
 from longseq.tasks.image.datasets import EvaluationBatches
 from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.module import ImageClassifier
@@ -58,7 +55,7 @@ class ImageReport(ClassReport):
 
 @targets.register("callback")
 class SamplePredictions(Callback):
-    """Adds `val/samples`: validation images of as many classes as possible, with the predicted and the true class.
+    """Adds `val/samples`: images from the whole validation split, with the predicted and the true class.
     `val/saliency` shows which of their pixels change the score of the predicted class.
 
     All runs on the same data show the same images. A run gets about `pictures` of these pictures, evenly spaced, each
@@ -180,30 +177,17 @@ class Mistake(NamedTuple):
 def pick_examples(datamodule: Any, count: int) -> tuple[Tensor, Tensor] | None:
     """At most `count` validation images, uint8 [N, C, S, S], and their targets; None if no image can be read.
 
-    They have as many classes as possible, in order, and depend only on the data. Of a stream, they are the first ones.
+    They are spread evenly over the split. Of a stream, they are the first ones.
     """
     if datamodule.splits is None:
         # With StopIteration, Lightning would end the whole validation.
-        first = next(iter(datamodule.val_dataloader()), None)
-        return None if first is None else (first[0][:count], first[1][:count])
-    split: Split = datamodule.splits.validation
-    classes = split.source.targets()
-    known = np.zeros(len(split), dtype=np.int64) if classes is None else rarest_labels(classes[split.indices])
-    batches = EvaluationBatches(split, evaluation_transform(datamodule.info), datamodule.info)
-    read = ((place, batches[[place]]) for place in stratified_order(known).tolist())
-    picked = list(islice(((place, one) for place, one in read if len(one.targets)), count))
-    if not picked:
-        return None
-    ordered = [one for _, one in sorted(picked, key=lambda pair: known[pair[0]])]
-    return torch.cat([one.inputs for one in ordered]), torch.cat([one.targets for one in ordered])
-
-
-def stratified_order(classes: np.ndarray) -> np.ndarray:
-    """Places of `classes` [N] in a fixed random order: one of each class, then a second one of each, ..."""
-    shuffled = np.random.default_rng(0).permutation(len(classes))
-    counters: defaultdict[int, Iterator[int]] = defaultdict(count)
-    turns = [next(counters[label]) for label in classes[shuffled].tolist()]
-    return shuffled[np.argsort(turns, kind="stable")]
+        batch = next(iter(datamodule.val_dataloader()), None)
+        images, targets = (torch.empty(0), torch.empty(0)) if batch is None else batch
+    else:
+        split: Split = datamodule.splits.validation
+        batches = EvaluationBatches(split, evaluation_transform(datamodule.info), datamodule.info)
+        images, targets, _ = batches[EvaluationSampler(len(split), count).batch(0)]
+    return (images[:count], targets[:count]) if len(images) else None
 
 
 def name_images(datamodule: Any, loader: Any, batch: int, size: int) -> list[str]:

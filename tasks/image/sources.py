@@ -24,7 +24,6 @@ from longseq.tasks.image.files import (
     SPLIT_KEYS,
     FileSource,
     Layout,
-    StoredSource,
     class_numbers,
     find_split,
     names_by_number,
@@ -36,8 +35,6 @@ if TYPE_CHECKING:
     from longseq.tasks.image.config import ImageDataKeys
 
 _log = logging.getLogger(__name__)
-
-_STREAMS = ("hfids", "wds")
 
 # Data sets of torchvision with the splits train and test.
 _TWO_PARTS = ("cifar10", "cifar100", "fashion_mnist", "kmnist", "mnist", "qmnist")
@@ -81,7 +78,7 @@ class Split:
 
     def checksum(self) -> int | None:
         """The CRC-32 of the sorted file names (without folders) and labels; None for images that are not in files."""
-        if not isinstance(self.source, StoredSource):
+        if not isinstance(self.source, FileSource):
             return None
         names = np.asarray(self.source.class_names, dtype=object)
         lines = [
@@ -123,9 +120,10 @@ class ArraySource:
 class HubSource:
     """A Hugging Face data set with the columns image and label, read by timm."""
 
-    def __init__(self, reader: Any, label: str) -> None:
+    def __init__(self, reader: Any, label: str, num_classes: int | None) -> None:
         self.reader, self.label = reader, label
         self.class_names = names_by_number(reader.class_to_idx)
+        self.num_classes = max(len(self.class_names), num_classes or 0)
         self._targets: np.ndarray | None = None
 
     def __len__(self) -> int:
@@ -139,8 +137,11 @@ class HubSource:
         """The contents of the image's file, and its class."""
         with decoding():  # a row may have no image
             stream, target = self.reader[index]
+        number = number_of_class(target, self.label)
+        if not 0 <= number < self.num_classes:
+            raise LabelError(f"the label {number} is not among the classes 0 to {self.num_classes - 1}")
         with stream:
-            return stream.read(), number_of_class(target, self.label)
+            return stream.read(), number
 
     def path(self, index: int) -> str:
         image = self.reader.dataset[index][self.reader.image_key] or {}
@@ -274,13 +275,10 @@ def fashion_mnist(root: str | None, *, download: bool, val_fraction: float, spli
 def cifar10(root: str | None, *, download: bool, val_fraction: float, split_seed: int) -> Splits:
     """CIFAR-10 below `root`, as folders train/ and test/ (or val/), or as cifar-10-batches-py; test is the 10,000."""
     folder = require_root(root)
-    train = find_split(folder, "train")
-    if train is None:
+    train, test = find_split(folder, "train"), find_split(folder, "test") or find_split(folder, "validation")
+    if train is None or test is None:
         sources = _open_torchvision("CIFAR10", root, download)
     else:
-        test = find_split(folder, "test") or find_split(folder, "validation")
-        if test is None:
-            raise FileNotFoundError(f"{root} has train, but neither test nor val")
         files = open_classes(train)
         sources = {"train": _in_memory(files), "test": _in_memory(open_classes(test, class_names=files.class_names))}
     return finish_splits(sources, val_fraction, split_seed, "cifar10")
@@ -351,7 +349,8 @@ class NamedLayout(Layout):
                 dataset.loader = decode
             return DatasetSource(dataset, source, num_classes=self.keys.num_classes)
         numbers = class_numbers(self.keys.class_map)
-        return HubSource(create_reader(source, root=self.cache, split=part, class_map=numbers), source)
+        reader = create_reader(source, root=self.cache, split=part, class_map=numbers)
+        return HubSource(reader, source, self.keys.num_classes)
 
 
 class OwnLayout(Layout):
@@ -373,15 +372,14 @@ class OwnLayout(Layout):
 def require_one_class_list(keys: ImageDataKeys, root: str | None) -> None:
     """ValueError if the files of hfds/PATH or hfids/PATH number the classes differently."""
     prefix, _, path = keys.source.partition("/")
-    if prefix.lower() in ("hfds", "hfids"):
+    if prefix in ("hfds", "hfids"):
         splits = [name for key in SPLIT_KEYS.values() if (name := getattr(keys, key)) is not None]
         require_one_list(f"data.source={keys.source}", path, splits, root=root)
 
 
 def is_stream(source: str) -> bool:
     """True if timm reads this source only in the source's own order."""
-    prefix, slash, _ = source.partition("/")
-    return bool(slash) and prefix.lower() in _STREAMS
+    return source.startswith(("hfids/", "wds/"))
 
 
 def open_stream(keys: ImageDataKeys, root: str | None, split: str, *, batch_size: int, seed: int) -> Any:
@@ -390,7 +388,7 @@ def open_stream(keys: ImageDataKeys, root: str | None, split: str, *, batch_size
     Adds to its reader `shards`, the number of files, and the class names that a Hugging Face data set declares.
     FileNotFoundError for local shards that are missing.
     """
-    kind, training = keys.source.partition("/")[0].lower(), split == "train"
+    kind, training = keys.source.partition("/")[0], split == "train"
     name = getattr(keys, SPLIT_KEYS[split]) or keys.val_split
     if name is None:
         raise ValueError(f"data.source={keys.source} is a stream: give data.val_split=NAME")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -24,14 +25,9 @@ from longseq.tasks.image.config import Augmentation
 from longseq.tasks.image.info import DataInfo
 
 
-class ToMode:
-    """PIL image of any mode -> RGB or L (grey)."""
-
-    def __init__(self, mode: str) -> None:
-        self.mode = mode
-
-    def __call__(self, image: Image.Image) -> Image.Image:
-        return image if image.mode == self.mode else image.convert(self.mode)
+def to_mode(image: Image.Image, mode: str) -> Image.Image:
+    """An image of any mode in RGB or L (grey)."""
+    return image if image.mode == mode else image.convert(mode)
 
 
 class PixelErasing:
@@ -58,7 +54,7 @@ class PixelErasing:
 
 def training_steps(
     info: DataInfo, augmentation: Augmentation
-) -> tuple[ToMode, list[Any], list[Any], PixelErasing | None]:
+) -> tuple[Callable[[Image.Image], Image.Image], list[Any], list[Any], PixelErasing | None]:
     """The parts of `training_transform`: conversion to a mode, crop to the model's size, colours, erasing."""
     crop, colour, _ = create_transform(
         (3, info.side, info.side),
@@ -82,7 +78,7 @@ def training_steps(
         resize = transforms.Resize(info.side, interpolation=str_to_interp_mode(info.interpolation))
         geometry = [resize, transforms.RandomCrop(info.side, padding, padding_mode=mode), *geometry[1:]]
     # timm's colour operations fill with RGB triples, so they need RGB images.
-    inner = ToMode("RGB") if colour.transforms else _final_mode(info)
+    inner = partial(to_mode, mode="RGB") if colour.transforms else _final_mode(info)
     for op in chain.from_iterable(map(list_operations, colour.transforms)):
         if op.aug_fn is auto_augment.posterize:
             op.aug_fn = posterize
@@ -140,8 +136,8 @@ def posterize(image: Image.Image, bits: int, **options: Any) -> Image.Image:
     return auto_augment.posterize(image, bits, **options) if bits else Image.new(image.mode, image.size)
 
 
-def _final_mode(info: DataInfo) -> ToMode:
-    return ToMode("L" if info.in_chans == 1 else "RGB")
+def _final_mode(info: DataInfo) -> Callable[[Image.Image], Image.Image]:
+    return partial(to_mode, mode="L" if info.in_chans == 1 else "RGB")
 
 
 def _rgb(values: list[float]) -> tuple[float, ...]:

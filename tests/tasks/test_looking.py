@@ -85,7 +85,7 @@ def test_predict_draws_saliency_beside_its_file(run, tmp_path, compose_config):
     assert (tmp_path / "plain.csv").read_text() == (tmp_path / "drawn.csv").read_text()
     seen = sorted(path for path in (tmp_path / "seen").rglob("*") if path.is_file())
     assert [path.relative_to(tmp_path / "seen").as_posix() for path in seen] == ["a.png.png", "deep/a.jpg.png"]
-    assert Image.open(seen[0]).size == (258, 142)
+    assert Image.open(seen[0]).size == (256, 128)
     with (tmp_path / "plain.csv").open() as file:
         least = next(csv.DictReader(file))["class_5"]
     predicted = seen[0].read_bytes()

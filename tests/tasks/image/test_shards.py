@@ -16,7 +16,7 @@ from PIL import Image
 from longseq.tasks import ImageDataKeys, ImageDataModule
 from longseq.tasks.commands import PrepareImages
 from longseq.tasks.image.draws import read_encoded
-from longseq.tasks.image.files import ShardLayout, ShardSource
+from longseq.tasks.image.files import FileSource, ShardLayout
 from longseq.tasks.image.prepare import describe, prepare
 
 
@@ -43,7 +43,7 @@ def pack(root: Path, output: Path, **keys: Any) -> dict[str, Any]:
     return prepare(PrepareImages(input=str(root), output=str(output), processes=1, **keys))
 
 
-def open_shards(root: Path, multi_label: bool = False) -> ShardSource:
+def open_shards(root: Path, multi_label: bool = False) -> FileSource:
     """The training images."""
     keys = ImageDataKeys(name="x", source="shards", img_size=8, root=str(root), multi_label=multi_label)
     return ShardLayout(keys).open("train")
