@@ -124,13 +124,7 @@ class TaskData(LightningDataModule, ABC):
 
     @classmethod
     def for_evaluation(
-        cls,
-        config: Mapping[str, Any],
-        changes: Mapping[str, Any],
-        *,
-        split: str,
-        trained: Any,
-        batch_size: int,
+        cls, config: Mapping[str, Any], changes: Mapping[str, Any], *, split: str, trained: Any, batch_size: int
     ) -> Self:
         """The data of a model's training, with `changes` of the keys, to evaluate it on `split` (test or val).
 
@@ -220,9 +214,6 @@ class SampleData(TaskData):
         """Open the data sets; a second call does nothing."""
         if self._sets is None:
             self._sets = self.open()
-            for split, size in self.sizes.items():
-                if not size:
-                    raise ValueError(f"data.name={self.keys.name} has no sample in its split {split}")
 
     def train_dataloader(self) -> TrainingLoader:
         batches = _Batches(self._set("train"))

@@ -176,7 +176,7 @@ class ImageDataModule(TaskData):
         sizes: dict[str, int | None]
         if is_stream(keys.source):
             _log.warning("data.source=%s is a stream: a run resumed within an epoch restarts it", keys.source)
-            sizes, class_names = self._describe_stream(list(_KINDS.values()))
+            sizes, class_names = self._describe_stream(list(_KINDS))
         else:
             self.splits = self.splits or self._open_splits()
             sizes = {stage: len(getattr(self.splits, kind)) for stage, kind in _KINDS.items()}
@@ -194,13 +194,12 @@ class ImageDataModule(TaskData):
 
         `foreign`: the model was not trained on this data, and all images are evaluated if there are no splits.
         """
-        kind = _KINDS[split]
         if is_stream(self.keys.source):
-            sizes, names = self._describe_stream([kind])
+            sizes, names = self._describe_stream([split])
             self._info = self._describe(names, sizes)
             return
         layout = self._layout()
-        source = None if layout is None else layout.open_held_out(kind, class_names, foreign=foreign)
+        source = None if layout is None else layout.open_held_out(_KINDS[split], class_names, foreign=foreign)
         if source is None:  # they are a part of the training images
             self.prepare_data()
             self.setup()
@@ -342,16 +341,14 @@ class ImageDataModule(TaskData):
     def _stream(self, kind: str) -> Any:
         return open_stream(self.keys, self.root, kind, batch_size=self.batch_size, seed=self.seed)
 
-    def _describe_stream(self, kinds: Sequence[str]) -> tuple[dict[str, int | None], list[str]]:
+    def _describe_stream(self, stages: Sequence[str]) -> tuple[dict[str, int | None], list[str]]:
         """The sizes of the splits, and the class names of the first one, as far as the reader has them."""
         require_one_class_list(self.keys, self.root)
-        readers = {kind: self._stream(kind).reader for kind in kinds}
-        stages = {kind: stage for stage, kind in _KINDS.items()}
-        sizes = {stages[kind]: max(reader.num_samples, 0) or None for kind, reader in readers.items()}
-        class_names = names_by_number(readers[kinds[0]].class_to_idx)
-        for kind in kinds[1:]:
-            require_same_numbers(names_by_number(readers[kind].class_to_idx), class_names, self.keys.source, kind)
-        return sizes, class_names
+        readers = [self._stream(_KINDS[stage]).reader for stage in stages]
+        names = [names_by_number(reader.class_to_idx) for reader in readers]
+        for stage, held_out in zip(stages, names, strict=True):
+            require_same_numbers(held_out, names[0], self.keys.source, _KINDS[stage])
+        return {stage: max(one.num_samples, 0) or None for stage, one in zip(stages, readers, strict=True)}, names[0]
 
     def _stream_loader(self, kind: str, transform: Any) -> StreamLoader:
         rank, world_size, _ = find_place(self.trainer)

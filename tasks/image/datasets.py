@@ -28,7 +28,7 @@ REPLACEMENTS = 100
 class TrainingBatches(Dataset[Batch]):
     """SampleIndexes -> a full batch. The index of an unreadable image determines the image that replaces it.
 
-    Repeats of an image are neighbours in a batch: it is decoded once for all of them. The batch is empty if too many
+    Repeats of an image are neighbours in a batch: it is decoded once for all of them. ValueError if too many
     replacements in a row are unreadable.
     """
 
@@ -43,34 +43,30 @@ class TrainingBatches(Dataset[Batch]):
         failures: list[Failure] = []
         with isolate_rng(include_cuda=False):
             samples = [(self.transform(image), target) for image, target in self.samples(indices, failures)]
-        if len(samples) < len(indices):
-            return Batch(torch.empty(0), torch.empty(0), failures)
         images, targets = zip(*samples, strict=True)
         return Batch(torch.stack(images), as_targets(targets), failures)
 
     def samples(self, indices: list[SampleIndex], failures: list[Failure]) -> Iterator[tuple[Any, Any]]:
         """Seeds the generators for the transform of each image, and yields it with its class."""
-        sample: tuple[Any, Any] | None = None
+        sample: Any = None
         position = -1
         for index in indices:
-            if index.position != position or sample is None:
+            if index.position != position:
                 known = len(failures)
                 sample = self._read(index, failures)
                 # The repeats of an unreadable image are replaced by different ones.
                 position = index.position if len(failures) == known else -1
-            if sample is None:
-                return
             seed_everything(derive_seed(self.seed, *index))
             yield sample
 
-    def _read(self, index: SampleIndex, failures: list[Failure]) -> tuple[Any, Any] | None:
+    def _read(self, index: SampleIndex, failures: list[Failure]) -> tuple[Any, Any]:
         for attempt in range(REPLACEMENTS):
             position = replace_position(self.seed, index, attempt, len(self.split)) if attempt else index.position
             result = self.read(self.split, position)
             if not isinstance(result, Failure):
                 return result
             failures.append(result)
-        return None
+        raise ValueError(f"no sample of a training batch can be read: {failures[-1].path}: {failures[-1].reason}")
 
 
 class EvaluationBatches(Dataset[Batch]):

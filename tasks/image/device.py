@@ -53,8 +53,6 @@ class DeviceTransform:
 
         Waits for nvJPEG, so it runs in a thread of its own, on the stream of `finish`.
         """
-        if not isinstance(batch.inputs, EncodedImages):  # no file of the batch could be read
-            return batch, None
         batch = batch._replace(targets=batch.targets.clone())
         parts = _parts(batch.inputs.files)
         return batch, self._load(batch, parts[0]) if len(parts) == 1 else None
@@ -63,8 +61,6 @@ class DeviceTransform:
         """Crop, augment and erase the images of a decoded batch."""
         batch, pixels = decoded
         encoded = batch.inputs
-        if not isinstance(encoded, EncodedImages):
-            return batch
         cropped = []
         for files in _parts(encoded.files):
             samples = encoded.samples[(encoded.samples[:, 0] >= files[0]) & (encoded.samples[:, 0] <= files[-1])]
@@ -270,10 +266,7 @@ def _affine(images: Tensor, numbers: Tensor, fill: Tensor) -> Tensor:
     size = images.shape[-1]
     a, b, c, d, e, f = numbers.float().unbind(1)
     # From Pillow's pixels to the coordinates of `affine_grid`, which go from -1 to 1.
-    theta = torch.stack(
-        [a, b, a + b - 1 + 2 * c / size, d, e, d + e - 1 + 2 * f / size],
-        dim=1,
-    ).view(-1, 2, 3)
+    theta = torch.stack([a, b, a + b - 1 + 2 * c / size, d, e, d + e - 1 + 2 * f / size], dim=1).view(-1, 2, 3)
     grid = functional.affine_grid(theta, list(images.shape), align_corners=False)
     return functional.grid_sample((images - fill).float(), grid, align_corners=False).to(images.dtype) + fill
 

@@ -227,8 +227,6 @@ class EncodedTrainingBatches(TrainingBatches):
                 if not files or file is not files[-1]:  # repeats of a file are neighbours
                     files.append(file)
                 drawn.append((len(files) - 1, self.transform(file.size), target))
-        if len(drawn) < len(indices):
-            return Batch(torch.empty(0), torch.empty(0), failures)
         return Batch(_pack(files, drawn, indices, self.size), as_targets([one[2] for one in drawn]), failures)
 
 

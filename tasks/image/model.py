@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import timm
 import torch
 from safetensors import SafetensorError
-from timm.models import adapt_input_conv, get_model_input_config, load_state_dict, model_entrypoint
+from timm.models import load_state_dict, model_entrypoint
 from torch import Tensor, nn
 
 from longseq.backbones.image import ImageBackbone, checkpoint_filter_fn
@@ -23,14 +23,8 @@ from longseq.plugin_models import TARGET, make_plugin_model
 from longseq.plugins import find_class
 from longseq.tasks.data.labels import name_some
 from longseq.tasks.image.info import DataInfo
-from longseq.tasks.training.model import (
-    TaskModel,
-    copy_weights,
-    mixer_options,
-    note,
-    refuse_difference,
-)
-from longseq.timm_models import DECISION, constructor_defaults, stated_by, stated_data
+from longseq.tasks.training.model import TaskModel, copy_weights, mixer_options, note, refuse_difference
+from longseq.timm_models import DECISION, constructor_defaults, stated_by
 
 if TYPE_CHECKING:
     from longseq.tasks.training.checkpoint import Loaded
@@ -65,10 +59,11 @@ class ImageModel(TaskModel):
         return model
 
     def initialize(self, model: nn.Module, trained: nn.Module) -> None:
-        """As `TaskModel.initialize`, with position embeddings interpolated to the new grid of patches, and the first
-        convolution fitted to the new channels. ValueError also if models of longseq differ in their function.
+        """As `TaskModel.initialize`, with position embeddings interpolated to the new grid of patches.
+
+        ValueError also if models of longseq differ in their function.
         """
-        state = _fit_channels(model, trained)
+        state = trained.state_dict()
         if isinstance(model, ImageBackbone):
             grid = getattr(getattr(trained, "patch_embed", None), "grid_size", None)
             state = checkpoint_filter_fn(state, model, grid)
@@ -216,19 +211,6 @@ def state_decision(model: nn.Module, *, multi_label: bool, thresholds: list[floa
         setattr(described, DECISION, {"multi_label": multi_label, "thresholds": thresholds})
     elif isinstance(getattr(described, DECISION, None), Mapping):  # a model may have a layer of this name
         delattr(described, DECISION)
-
-
-def _fit_channels(model: nn.Module, trained: nn.Module) -> dict[str, Any]:
-    """The weights of `trained` with first convolutions for the channels of `model`, as timm fits them."""
-    state, own = trained.state_dict(), model.state_dict()
-    here, there = (stated_data(one).get("in_chans") for one in (model, trained))
-    if here != there and here is not None and there is not None:
-        named: Any = get_model_input_config(model).get("first_conv") or ()
-        for name in [named] if isinstance(named, str) else named:
-            key = f"{name}.weight"
-            if key in state and key in own and own[key].ndim == 4 and own[key].shape[1] != state[key].shape[1]:
-                state[key] = adapt_input_conv(here, state[key], base_chans=there)
-    return state
 
 
 def _sizes(name: str, img_size: int) -> dict[str, int]:

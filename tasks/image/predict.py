@@ -16,15 +16,7 @@ from torchvision.utils import save_image
 
 from longseq.tasks.commands import Predict
 from longseq.tasks.data.loader import UNREADABLE, share_memory
-from longseq.tasks.data.module import (
-    NO_DETAILS,
-    TOP_K,
-    Inputs,
-    Prediction,
-    Unreadable,
-    decided_details,
-    predictions_of,
-)
+from longseq.tasks.data.module import NO_DETAILS, TOP_K, Inputs, Prediction, Unreadable, decided_details, predictions_of
 from longseq.tasks.image.datasets import stack_images
 from longseq.tasks.image.decoding import decode, first_line
 from longseq.tasks.image.files import find_images

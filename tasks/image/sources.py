@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# Data sets of torchvision with the splits train and test.
-_TWO_PARTS = ("cifar10", "cifar100", "fashion_mnist", "kmnist", "mnist", "qmnist")
 _TRAINING_WORDS = ("train", "training")
 _SETS = {"train": "train_set", "validation": "val_set", "test": "test_set"}
 
@@ -334,11 +332,8 @@ class NamedLayout(Layout):
         require_one_class_list(keys, self.cache)
 
     def find(self, kind: str, name: str) -> str | None:
-        """The name of a split; train or test for data sets that have only these."""
         if self.names[kind] is None:
             return None
-        if self.keys.source.lower().rpartition("/")[2] in _TWO_PARTS:
-            return "train" if name in _TRAINING_WORDS else "test"
         return "train" if name in _TRAINING_WORDS else name
 
     def open(self, part: str, class_names: Sequence[str] | None = None) -> Source:

@@ -157,6 +157,7 @@ class BatchMixing:
     """Mixup, CutMix, label smoothing and class weights of a batch: a function of (seed, update, part of the batch).
 
     Mixes image i with image B - 1 - i; with mixup = cutmix = 0, images stay unchanged and targets are only smoothed.
+    `options` are timm's prob, switch_prob and mode.
     Zhang et al. 2018 (arXiv:1710.09412), Yun et al. 2019 (arXiv:1905.04899), in timm's implementation.
 
     `class_weights` multiply the loss of an image by the weight of its class; with `multi_label`, the loss of each label
@@ -170,28 +171,19 @@ class BatchMixing:
         *,
         seed: int,
         label_smoothing: float = 0.0,
-        mixup: float = 0.0,
-        cutmix: float = 0.0,
-        prob: float = 1.0,
-        switch_prob: float = 0.5,
-        mode: str = "batch",
         class_weights: Sequence[float] | None = None,
         multi_label: bool = False,
+        mixup: float = 0.0,
+        cutmix: float = 0.0,
+        **options: Any,
     ) -> None:
         self.num_classes, self.seed, self.label_smoothing = num_classes, seed, label_smoothing
         self.multi_label = multi_label
         self._class_weights = None if class_weights is None else torch.tensor(class_weights)
         self._mixup = None
-        if prob > 0 and (mixup > 0 or cutmix > 0):
-            self._mixup = Mixup(
-                mixup_alpha=mixup,
-                cutmix_alpha=cutmix,
-                prob=prob,
-                switch_prob=switch_prob,
-                mode=mode,
-                label_smoothing=label_smoothing,
-                num_classes=num_classes,
-            )
+        if mixup > 0 or cutmix > 0:
+            fixed: Any = {"label_smoothing": label_smoothing, "num_classes": num_classes}
+            self._mixup = Mixup(mixup, cutmix, **fixed, **options)
 
     def __call__(
         self, images: Tensor, targets: Tensor, *, update: int, part: int = 0

@@ -70,19 +70,6 @@ def test_a_trained_model_states_the_crop_of_its_run():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("there", "here"), [(3, 1), (1, 3), (4, 3), (4, 1)])
-def test_the_first_convolution_is_fitted_to_other_channels_as_timm_does_it(there, here, tmp_path):
-    options = {**SMALL_BACKBONE, "mixer": "deltanet"}
-    trained = timm.create_model("longseq_vit_tiny_patch16_224", **options, in_chans=there)
-    trained.save_pretrained(tmp_path / "saved")
-    theirs = timm.create_model(f"local-dir:{tmp_path / 'saved'}", pretrained=True, in_chans=here)
-    model = timm.create_model("longseq_vit_tiny_patch16_224", **options, in_chans=here)
-    ImageModel().initialize(model, trained)
-    for name, value in theirs.state_dict().items():
-        torch.testing.assert_close(model.state_dict()[name], value, msg=name)
-
-
-@pytest.mark.slow
 def test_evaluation_refuses_images_that_it_would_make_otherwise():
     square, model = info(64), timm.create_model("test_resnet")
     with pytest.raises(ValueError, match=r"with crop_mode=squash"):
