@@ -194,8 +194,6 @@ class TrainingLoader(BatchLoader):
         if self._repeats_epoch:
             self.sampler.set_epoch(0)
         for inputs, targets in super().__iter__():
-            if not len(targets):
-                raise ValueError("no sample of a training batch can be read")
             self._position = (self._position[0], self._position[1] + 1)
             yield inputs, targets
 

@@ -142,9 +142,9 @@ class TaskData(LightningDataModule, ABC):
         Streams of text, whose batches continue each other, keep the order of the evaluation.
         """
         loader = self.test_dataloader()
-        keep_order = getattr(getattr(loader, "own_sampler", None), "keep_order", None)
-        if keep_order is not None:
-            keep_order()
+        sampler: Any = getattr(loader, "own_sampler", None)
+        if hasattr(sampler, "keep_order"):
+            sampler.keep_order()
         return loader
 
     @property

@@ -33,12 +33,10 @@ def seed_generators(seed: int, device: torch.device) -> None:
 
     Without a GPU, `torch.manual_seed` is slow: it records each of its callers for a later GPU.
     """
-    if device.type == "cpu":
-        torch.default_generator.manual_seed(seed)
-    elif device.type == "cuda":
-        torch.default_generator.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
         torch.cuda.manual_seed(seed)
-    else:
+    elif device.type != "cpu":
         torch.manual_seed(seed)
 
 

@@ -22,7 +22,10 @@ from longseq.tasks.image.info import DataInfo
 from longseq.tasks.training.automatic import FIND, value_of
 
 Size = Count | Annotated[tuple[Count, Count], Field(strict=False)]
+Interpolation = Literal["bicubic", "bilinear", "nearest", "lanczos", "box", "hamming"]
+Numbers = dict[Any, Annotated[int, Field(ge=0)]]  # of classes by their names
 Set = dict[str, Any] | None
+Names = Annotated[list[str], Field(min_length=1)]
 Part = Annotated[float, Field(ge=0, le=1)]
 Span = Annotated[tuple[Positive, Positive], Field(strict=False)]  # the smallest and the largest value
 
@@ -43,9 +46,7 @@ class ImageDataKeys(Keys):
     download: bool = key(False, "true: fetch the data if they are not in root")
     in_chans: Literal[1, 3] = key(3, "1: grey, 3: RGB")
     num_classes: Count | None = key(None, "null: the number in the data")
-    class_map: str | dict[Any, Annotated[int, Field(ge=0)]] | None = key(
-        None, "a .txt with one class per line, or {NAME: NUMBER}"
-    )
+    class_map: str | Numbers | None = key(None, "a .txt with one class per line, or {NAME: NUMBER}")
     train_split: str = key("train", "the name of the training split")
     val_split: str | None = key("validation", "the name of the validation split")
     test_split: str | None = key(None, "the name of the test split; null: the validation images are tested")
@@ -54,9 +55,7 @@ class ImageDataKeys(Keys):
     train_samples: Count | None = key(None, "the images of an epoch, for streams of unknown length")
     mean: Annotated[Sequence[Part], Field(min_length=1)] = key((0.5,), "of each channel, on the scale from 0 to 1")
     std: Annotated[Sequence[Positive], Field(min_length=1)] = key((0.5,), "of each channel")
-    interpolation: Literal["bicubic", "bilinear", "nearest", "lanczos", "box", "hamming"] = key(
-        "bicubic", "of resizing"
-    )
+    interpolation: Interpolation = key("bicubic", "of resizing")
     crop_pct: Annotated[float, Field(ge=0.1, le=1)] = key(1.0, "the part of the shorter side that evaluation sees")
     eval_batch_size: Count | None = key(None, "null: the training batch of one device")
     num_workers: Annotated[int, Field(ge=0)] | None = key(None, "null: one per core, at most 16 per device")
@@ -67,9 +66,7 @@ class ImageDataKeys(Keys):
     sampling: Sampling = key(None, "balanced: an epoch draws each class equally often")
     multi_label: bool = key(False, "true: an image has any number of labels")
     file_column: str | None = key(None, "of source=csv; null: file_name")
-    label_column: str | Annotated[list[str], Field(min_length=1)] | None = key(
-        None, "null: label; or for several labels a list of columns that hold 1 or 0"
-    )
+    label_column: str | Names | None = key(None, "null: label; or for several labels a list of columns of 1 and 0")
     label_delimiter: str | None = key(None, "what separates several labels in a cell")
     train_set: Set = key(None, "of source=own: {_target_: my_module.MyDataset, OPTION: VALUE}")
     val_set: Set = key(None, "as train_set; null: val_fraction of the training set")

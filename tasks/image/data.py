@@ -92,7 +92,7 @@ class ImageDataModule(TaskData):
         self.keys = keys = read(ImageDataKeys, vars(keys), "data")
         self.root = None if keys.root is None else os.path.expanduser(keys.root)
         self.seed = seed
-        self._set_recipe(augment or {}, batch_size)
+        self.take_recipe({"recipe": {"augment": augment or {}}}, batch_size)
         self._unreadable: dict[str, str] = {}  # the reason by path
         self._info: DataInfo | None = None
         self.splits: Splits | None = None  # None for a stream, and before `setup`
@@ -112,9 +112,7 @@ class ImageDataModule(TaskData):
         return datamodule
 
     def take_recipe(self, config: Mapping[str, Any], batch_size: int) -> None:
-        self._set_recipe(config["recipe"]["augment"], batch_size)
-
-    def _set_recipe(self, augment: Mapping[str, Any], batch_size: int) -> None:
+        augment = config["recipe"]["augment"]
         self.batch_size, self.eval_batch_size = batch_size, self.keys.eval_batch_size or batch_size
         self.augmentation = Augmentation(**{key: augment[key] for key in Augmentation.model_fields if key in augment})
         self.repeats = int(augment.get("repeats", 1))
@@ -215,8 +213,8 @@ class ImageDataModule(TaskData):
             return None
         kind = _LAYOUTS.get(source, NamedLayout if source.startswith(("hfds/", "torch/")) else None)
         if kind is None:
-            names = ", ".join([*SOURCES, "folder, csv, shards, own"])
-            raise ValueError(f"data.source={source} is not among {names}, hfds/, hfids/, wds/ and torch/NAME")
+            known = ", ".join([*SOURCES, *_LAYOUTS, "hfds/NAME, hfids/NAME, wds/NAME, torch/NAME"])
+            raise ValueError(f"data.source={source} is not among {known}")
         if kind not in (NamedLayout, OwnLayout):
             require_root(self.root)
         return kind(self.keys)
@@ -268,8 +266,9 @@ class ImageDataModule(TaskData):
             targets = self._training_targets(len(class_names))
             counts, samples = count_classes(targets, len(class_names)), len(targets)
         weights = find_weights(keys.class_weights, counts, samples, class_names, multi_label=keys.multi_label)
-        known = {"class_weights": weights, "sizes": sizes, "checksums": checksums}
-        return DataInfo.from_keys(keys, class_names=class_names, **known)
+        return DataInfo.from_keys(
+            keys, class_names=class_names, class_weights=weights, sizes=sizes, checksums=checksums
+        )
 
     def _training_targets(self, classes: int) -> np.ndarray:
         """The classes or labels of the training images. ValueError if they are unknown before images are read."""
@@ -290,10 +289,14 @@ class ImageDataModule(TaskData):
             return self._stream_loader("train", training_transform(self.info, self.augmentation))
         split, options = self.splits.train, self._loader_options()
         batches: TrainingBatches
-        if (device := self._decoding_device()) is None:
+        if self.keys.decode == "cpu":
             transform = training_transform(self.info, self.augmentation)
             batches = TrainingBatches(split, transform, self.seed)
         else:
+            trainer: Any = self.trainer
+            device = trainer.strategy.root_device if trainer else torch.device("cuda", torch.cuda.current_device())
+            if device.type != "cuda":
+                raise ValueError("data.decode=gpu needs a CUDA device")
             batches = EncodedTrainingBatches(split, TrainingDraws(self.info, self.augmentation), self.seed)
             work = DeviceTransform(split, self.info, self.augmentation, device, seed=self.seed)
             options["finish"] = partial(_finish, work, device, options["num_workers"])
@@ -325,18 +328,6 @@ class ImageDataModule(TaskData):
         rank, world_size, _ = find_place(self.trainer)
         sampler = EvaluationSampler(len(split), self.eval_batch_size, rank=rank, world_size=world_size)
         return BatchLoader(EvaluationBatches(split, transform, self.info), sampler, **self._loader_options())
-
-    def _decoding_device(self) -> torch.device | None:
-        """The GPU that decodes and augments the training images; None: the data workers do."""
-        if self.keys.decode == "cpu":
-            return None
-        if self.trainer is None:
-            device = torch.device("cuda", torch.cuda.current_device())
-        else:
-            device = self.trainer.strategy.root_device
-        if device.type != "cuda":
-            raise ValueError("data.decode=gpu needs a CUDA device")
-        return device
 
     def _stream(self, kind: str) -> Any:
         return open_stream(self.keys, self.root, kind, batch_size=self.batch_size, seed=self.seed)

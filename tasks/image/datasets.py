@@ -18,9 +18,9 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from longseq.tasks.data.labels import LabelError, number_of_class
 from longseq.tasks.data.loader import UNREADABLE, Batch, BatchLoader, Failure
 from longseq.tasks.data.sampler import SampleIndex, derive_seed
-from longseq.tasks.image.decoding import decode, decoding, first_line, in_eight_bits, upright
+from longseq.tasks.image.decoding import decode, decoding, first_line
 from longseq.tasks.image.info import DataInfo
-from longseq.tasks.image.sources import Split
+from longseq.tasks.image.sources import Split, as_image
 
 REPLACEMENTS = 100
 
@@ -88,8 +88,7 @@ class EvaluationBatches(Dataset[Batch]):
             else:
                 images.append(self.transform(sample[0]))
                 targets.append(sample[1])
-        num_labels = self.info.num_classes if self.info.multi_label else None
-        return Batch(stack_images(images, self.info), as_targets(targets, num_labels), failures)
+        return Batch(stack_images(images, self.info), as_targets(targets, self.info), failures)
 
 
 class StreamBatches(IterableDataset[Batch]):
@@ -174,16 +173,13 @@ class StreamBatches(IterableDataset[Batch]):
 
     def _read(self, found: Any, target: Any, count: int) -> tuple[Image.Image, int] | Failure:
         """The image and class of a sample, whose image may also be None or Hugging Face's {"bytes", "path"}."""
-        stored: Mapping[str, Any] = found if isinstance(found, Mapping) else {}
-        name = stored.get("path")
+        name = found.get("path") if isinstance(found, Mapping) else None
         try:
             number = number_of_class(target, "the stream")
             if isinstance(found, Image.Image):
-                with decoding():
-                    return in_eight_bits(upright(found)), number
-            if stored.get("bytes") is None and name is None:
-                raise ValueError("its row has no image")
-            return decode(str(name) if stored.get("bytes") is None else io.BytesIO(stored["bytes"])), number
+                return as_image(found), number
+            with decoding():  # a row may have no image
+                return decode(io.BytesIO(found["bytes"]) if found["bytes"] else found["path"]), number
         except LabelError as error:
             raise ValueError(f"image {count}: {error}") from error
         except UNREADABLE as error:
@@ -230,12 +226,12 @@ class StreamLoader(BatchLoader):
         return len(stream.dataset) // stream.batch_size
 
 
-def as_targets(targets: Sequence[Any], num_labels: int | None = None) -> Tensor:
-    """Classes as int64 [B], or rows of several labels as float32 [B, C]; `num_labels` is C for an empty batch."""
+def as_targets(targets: Sequence[Any], info: DataInfo | None = None) -> Tensor:
+    """Classes as int64 [B], or rows of several labels as float32 [B, C]; an empty batch needs `info`."""
     if targets and isinstance(targets[0], np.ndarray):
         return torch.from_numpy(np.stack(targets)).float()
-    if num_labels is not None:
-        return torch.zeros(0, num_labels)
+    if info is not None and info.multi_label:
+        return torch.zeros(0, info.num_classes)
     return torch.tensor([int(target) for target in targets], dtype=torch.int64)
 
 

@@ -101,12 +101,9 @@ class TrainingDraws:
             else:
                 top, left = (_centre(side, self.size) for side in (height, width))
             found = Geometry((0, 0, *size), (height, width), (top, left))
-        mirrored = [bool(torch.rand(1) < flip.p) for flip in flips]
-        kinds = [isinstance(flip, transforms.RandomVerticalFlip) for flip in flips]
-        rows, columns = (
-            any(m for m, kind in zip(mirrored, kinds, strict=True) if kind == one) for one in (True, False)
-        )
-        return found._replace(flips=(rows, columns))
+        mirrored = {type(flip): bool(torch.rand(1) < flip.p) for flip in flips}
+        rows, columns = mirrored.get(transforms.RandomVerticalFlip), mirrored.get(transforms.RandomHorizontalFlip)
+        return found._replace(flips=(bool(rows), bool(columns)))
 
 
 def _resized(size: tuple[int, int], resize: transforms.Resize) -> tuple[int, int]:

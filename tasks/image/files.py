@@ -20,7 +20,7 @@ import json
 import os
 import tarfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -191,8 +191,8 @@ def open_classes(
 ) -> FileSource:
     """The images of a folder of class folders, of a .tar of one, or of a folder of .tar files.
 
-    Classes are numbered by `class_map`, which also selects them; else as in `class_names`; else in the order of
-    `sort_classes`. ValueError for images outside class folders, for classes that are not in `class_names`, without
+    Classes are numbered by `class_map`, which also selects them; else as in `class_names`; else whole numbers by value,
+    and other names in natural order. ValueError for images outside class folders, for classes that are not in `class_names`, without
     images, and if classes are in several folders of a root: these may be splits.
     """
     items = _find_items(path, is_root=is_root)
@@ -201,7 +201,7 @@ def open_classes(
         found = {item.folders[-1] for item in items}
         if class_names is not None and (extra := sorted(found - set(class_names))):
             raise ValueError(f"{path} has class folders that the training has not: {name_some(extra)}")
-        names = sort_classes(found) if class_names is None else class_names
+        names = sort_names(found, natural_order) if class_names is None else class_names
         numbers = {name: number for number, name in enumerate(names)}
     items = [item for item in items if item.folders[-1] in numbers]
     if not items:
@@ -214,11 +214,6 @@ def open_classes(
 def natural_order(name: str) -> tuple[list[str | int], str]:
     """A sort key for names: numbers by value, without regard to case."""
     return natural_key(name), name
-
-
-def sort_classes(names: Iterable[str]) -> list[str]:
-    """Class names in the order of every source: whole numbers by value, others in natural order."""
-    return sort_names(names, natural_order)
 
 
 def find_images(root: str) -> list[str]:
@@ -279,12 +274,6 @@ def names_by_number(class_to_idx: Mapping[Any, int]) -> list[str]:
     return names
 
 
-class _Row(NamedTuple):
-    line: int
-    path: str
-    labels: Labels
-
-
 class TableLayout(Layout):
     """A csv file of training images; or a folder with train.csv and maybe val.csv and test.csv."""
 
@@ -302,20 +291,20 @@ class TableLayout(Layout):
         rows = list(_read_rows(Path(part), self.keys))
         if class_names is None:
             columns = self.keys.label_column
-            names = (name for row in rows for name in row.labels)
-            class_names = list(columns) if isinstance(columns, list | tuple) else sort_classes(names)
+            names = (name for _, _, labels in rows for name in labels)
+            class_names = list(columns) if isinstance(columns, list | tuple) else sort_names(names, natural_order)
         known = set(class_names)
-        for row in rows:
-            if unknown := sorted(set(row.labels) - known):
+        for line, _, labels in rows:
+            if unknown := sorted(set(labels) - known):
                 classes = name_some(class_names)
-                raise ValueError(f"{part}, line {row.line}: the label {unknown[0]!r} is not among {classes}")
-        labels = [row.labels for row in rows]
-        targets = targets_of(np.arange(len(rows)), labels, class_names, multi_label=self.keys.multi_label)
-        return FileSource(part, class_names, targets, [row.path for row in rows])
+                raise ValueError(f"{part}, line {line}: the label {unknown[0]!r} is not among {classes}")
+        _, paths, sets = zip(*rows, strict=True)
+        targets = targets_of(np.arange(len(rows)), sets, class_names, multi_label=self.keys.multi_label)
+        return FileSource(part, class_names, targets, paths)
 
 
-def _read_rows(path: Path, keys: ImageDataKeys) -> Iterator[_Row]:
-    """The rows of a table. ValueError for rows without a file or label, and for files that are listed twice."""
+def _read_rows(path: Path, keys: ImageDataKeys) -> Iterator[tuple[int, str, Labels]]:
+    """The line, file and labels of each row. ValueError for rows without a label, and for files listed twice."""
     given = keys.label_column or LABEL_COLUMN
     columns = [given] if isinstance(given, str) else list(given)
     named = keys.file_column or FILE_COLUMN
@@ -337,7 +326,7 @@ def _read_rows(path: Path, keys: ImageDataKeys) -> Iterator[_Row]:
                 labels = read_labels(cells, given, multi_label=keys.multi_label, delimiter=keys.label_delimiter)
             except ValueError as error:
                 raise ValueError(f"{path}, line {line}: {error}") from None
-            yield _Row(line, image, labels)
+            yield line, image, labels
 
 
 class ShardLayout(Layout):

@@ -52,9 +52,7 @@ class DataInfo(Info):
     @property
     def sides(self) -> tuple[int, int]:
         """The height and width of the images that the model reads."""
-        if isinstance(self.img_size, int):
-            return self.img_size, self.img_size
-        height, width = self.img_size
+        height, width = (self.img_size, self.img_size) if isinstance(self.img_size, int) else self.img_size
         return height, width
 
     @property

@@ -130,11 +130,6 @@ class ImageModel(TaskModel):
 
     def load_options(self, trained: DataInfo, changes: Mapping[str, Any]) -> dict[str, Any]:
         size = changes.get("img_size")
-        height, width = trained.sides
-        if size is None and height != width:
-            raise ValueError(
-                f"the model reads images of {height} x {width} px: give data.img_size={max(height, width)}"
-            )
         return {} if size in (None, trained.img_size) else {"any_resolution": True}
 
     def check_reads(self, model: nn.Module, trained: DataInfo, found: DataInfo) -> None:

@@ -149,8 +149,6 @@ class ImageClassifier(ClassifierModule):
         if targets is None:
             targets = torch.zeros(len(images), dtype=torch.long)
             return images, targets.float() if self.multi_label else targets
-        if not self.multi_label and targets.ndim == 2 and targets.shape[1] == 1:
-            targets = targets.flatten()
         self._check_labels(targets)
         if self.multi_label:
             return images, targets.float()
@@ -186,13 +184,11 @@ class ImageClassifier(ClassifierModule):
         images, targets = self.read_batch(batch)
         update, part = self.seed_batch(batch_idx)
         if targets.ndim == 2 and not self.multi_label:
-            soft_targets, weights = self.mixing.weigh(targets)
+            soft, weights = self.mixing.weigh(targets)
         else:
-            images, soft_targets, weights = self.mixing(images, targets, update=update, part=part)
+            images, soft, weights = self.mixing(images, targets, update=update, part=part)
         logits = self._of_classes(self._train_forward(images))
-        loss = (
-            self.criterion(logits, soft_targets) if weights is None else self._weighted(logits, soft_targets, weights)
-        )
+        loss = self.criterion(logits, soft) if weights is None else self._weighted(logits, soft, weights)
         turn = batch_idx % self.trainer.accumulate_grad_batches
         self._losses.add(loss, first=turn == 0)
         self._parts = turn + 1

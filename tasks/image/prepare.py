@@ -30,7 +30,7 @@ from longseq.tasks.report import progress_bar, quiet_libraries, shorten
 from longseq.tasks.training.configuration import command_word, read_command
 from longseq.tasks.training.system import usable_cores
 
-_NAMED = 20  # unreadable images that a manifest names
+_NAMED = 20  # unreadable images that are printed
 _FULL_COLOURS = 95  # from this quality on, colours keep their resolution
 
 
@@ -68,8 +68,8 @@ def describe(manifest: Mapping[str, Any]) -> str:
         f"{split} {found['images']:,} images in {len(found['shards'])} shard(s) of {found['bytes'] / 1e6:,.2f} MB"
         for split, found in manifest["splits"].items()
     ]
-    if count := manifest["unreadable"]:
-        lines += [f"left out: {count:,} unreadable", *manifest["named"]]
+    if failed := manifest["unreadable"]:
+        lines += [f"left out: {len(failed):,} unreadable", *failed[:_NAMED]]
     return "\n".join(lines)
 
 
@@ -101,8 +101,7 @@ def prepare(keys: PrepareImages) -> dict[str, Any]:
         manifest = {
             "class_names": list(sources["train"].class_names),
             "multi_label": keys.multi_label,
-            "unreadable": len(failed),
-            "named": failed[:_NAMED],
+            "unreadable": failed,
             "splits": splits,
         }
         (begun / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")

@@ -58,19 +58,21 @@ class SamplePredictions(Callback):
     """Adds `val/samples`: images from the whole validation split, with the predicted and the true class.
     `val/saliency` shows which of their pixels change the score of the predicted class.
 
-    All runs on the same data show the same images. A run gets about `pictures` of these pictures, evenly spaced, each
-    with `count` images. Models that are sharded over processes have none.
+    All runs on the same data show the same `count` images, in their validations 1, 2, 4, 8, ... Models that are sharded
+    over processes have none.
     """
 
-    def __init__(self, count: int = 16, pictures: int = 20) -> None:
-        self.count, self.pictures = count, pictures
+    def __init__(self, count: int = 16) -> None:
+        self.count = count
+        self._validations = 0
         self._examples: tuple[Tensor, Tensor] | None = None
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Averaged weights are in place here, but no longer at the end of the epoch.
         module: Any = pl_module
         board = find_board(trainer) if trainer.is_global_zero and not has_shards(module.backbone) else None
-        if board is None or not is_due(trainer, self.pictures):
+        self._validations += 1
+        if board is None or self._validations & (self._validations - 1):
             return
         datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
         self._examples = self._examples or pick_examples(datamodule, self.count)
@@ -129,7 +131,14 @@ class WorstErrors(Callback):
             wrong = predicted != true
             probabilities = outputs.softmax(dim=1).gather(1, predicted[:, None])[:, 0]
         rows = losses.masked_fill(~wrong, -math.inf).topk(min(self.rows, int(wrong.sum()))).indices
-        names = name_images(datamodule, trainer.test_dataloaders, batch_idx, len(true))
+        names = [f"batch {batch_idx}, image {row}" for row in range(len(true))]
+        if datamodule.splits is not None:
+            split: Split = datamodule.splits.test
+            places: Any = trainer.test_dataloaders.sampler.batch(batch_idx)  # type: ignore[union-attr]
+            unreadable = set(datamodule.unreadable)
+            files = [split.source.path(int(split.indices[place])) for place in places]
+            named = [file for file in files if file not in unreadable]
+            names = named if len(named) == len(true) else names
         pixels = denormalize(images[rows], datamodule.info).mul(255).round().to("cpu", torch.uint8)
         paths = [names[row] for row in rows.tolist()]
         labels = (spell_targets(one[rows], datamodule.info) for one in (true, predicted))
@@ -188,30 +197,6 @@ def pick_examples(datamodule: Any, count: int) -> tuple[Tensor, Tensor] | None:
         batches = EvaluationBatches(split, evaluation_transform(datamodule.info), datamodule.info)
         images, targets, _ = batches[EvaluationSampler(len(split), count).batch(0)]
     return (images[:count], targets[:count]) if len(images) else None
-
-
-def name_images(datamodule: Any, loader: Any, batch: int, size: int) -> list[str]:
-    """The names of the `size` images of a batch of the test; their places without a known name."""
-    if datamodule.splits is not None:
-        split: Split = datamodule.splits.test
-        unreadable = set(datamodule.unreadable)
-        paths = [split.source.path(int(split.indices[place])) for place in loader.sampler.batch(batch)]
-        named = [path for path in paths if path not in unreadable]
-        if len(named) == size:
-            return named
-    return [f"batch {batch}, image {row}" for row in range(size)]
-
-
-def is_due(trainer: Trainer, pictures: int) -> bool:
-    """True if this validation is one of about `pictures` of a run, evenly spaced.
-
-    If the run does not count its epochs, these are the validations 1, 2, 4, 8, ...
-    """
-    if trainer.check_val_every_n_epoch is not None and (trainer.max_epochs or 0) > 0:
-        return (trainer.current_epoch + 1) % math.ceil(trainer.max_epochs / pictures) == 0  # type: ignore[operator]
-    every: Any = trainer.val_check_batch  # type: ignore[attr-defined]
-    number = math.ceil((trainer.fit_loop.total_batch_idx + 1) / every)
-    return number & (number - 1) == 0
 
 
 def spell_targets(targets: Tensor, info: DataInfo) -> list[str]:

@@ -8,7 +8,7 @@ import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from PIL import Image
@@ -296,10 +296,9 @@ def _in_memory(source: FileSource) -> ArraySource:
     return ArraySource(images, source.targets(), source.class_names, source.label)
 
 
-OpenSplits = Callable[..., Splits]
-Opener = TypeVar("Opener", bound=OpenSplits)
+Opener = Callable[..., Splits]
 
-SOURCES: dict[str, OpenSplits] = {"digits": digits, "fashion_mnist": fashion_mnist, "cifar10": cifar10}
+SOURCES: dict[str, Opener] = {"digits": digits, "fashion_mnist": fashion_mnist, "cifar10": cifar10}
 
 
 def register_source(name: str) -> Callable[[Opener], Opener]:

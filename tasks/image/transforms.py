@@ -67,8 +67,8 @@ def training_steps(
         color_jitter=augmentation.color_jitter or None,  # type: ignore[arg-type]
         auto_augment=augmentation.auto_augment,
         interpolation=info.interpolation,
-        mean=_rgb(info.mean),
-        std=_rgb(info.std),
+        mean=tuple((info.mean * 3)[:3]),
+        std=tuple((info.std * 3)[:3]),
     )
     geometry = crop.transforms
     if augmentation.crop == "center":
@@ -138,10 +138,6 @@ def posterize(image: Image.Image, bits: int, **options: Any) -> Image.Image:
 
 def _final_mode(info: DataInfo) -> Callable[[Image.Image], Image.Image]:
     return partial(to_mode, mode="L" if info.in_chans == 1 else "RGB")
-
-
-def _rgb(values: list[float]) -> tuple[float, ...]:
-    return tuple(values) if len(values) == 3 else tuple(values[:1]) * 3
 
 
 def _channel_statistics(info: DataInfo, device: torch.device) -> tuple[Tensor, Tensor]:

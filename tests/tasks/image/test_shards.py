@@ -105,7 +105,7 @@ def test_images_are_scaled_down_and_never_up(tmp_path: Path) -> None:
     (tmp_path / "images/b/broken.jpg").write_bytes(b"no image")
     manifest = pack(tmp_path / "images", tmp_path / "shards", size=10)
     assert "left out: 1 unreadable" in describe(manifest)
-    assert "broken.jpg" in manifest["named"][0]
+    assert "broken.jpg" in manifest["unreadable"][0]
     with tarfile.open(tmp_path / "shards/train-000000.tar") as archive:
         files = {member.name: archive.extractfile(member).read() for member in archive}  # type: ignore[union-attr]
     assert [*files] == [f"{number:09d}.{ending}" for number in range(3) for ending in ("jpg", "cls")]
