@@ -192,8 +192,8 @@ def open_classes(
     """The images of a folder of class folders, of a .tar of one, or of a folder of .tar files.
 
     Classes are numbered by `class_map`, which also selects them; else as in `class_names`; else whole numbers by value,
-    and other names in natural order. ValueError for images outside class folders, for classes that are not in `class_names`, without
-    images, and if classes are in several folders of a root: these may be splits.
+    and other names in natural order. ValueError for images outside class folders, for classes that are not in
+    `class_names`, without images, and if classes are in several folders of a root: these may be splits.
     """
     items = _find_items(path, is_root=is_root)
     numbers = class_numbers(class_map, path)
