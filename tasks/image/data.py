@@ -266,9 +266,8 @@ class ImageDataModule(TaskData):
             targets = self._training_targets(len(class_names))
             counts, samples = count_classes(targets, len(class_names)), len(targets)
         weights = find_weights(keys.class_weights, counts, samples, class_names, multi_label=keys.multi_label)
-        return DataInfo.from_keys(
-            keys, class_names=class_names, class_weights=weights, sizes=sizes, checksums=checksums
-        )
+        known = {"class_weights": weights, "sizes": sizes, "checksums": checksums}
+        return DataInfo.from_keys(keys, class_names=class_names, **known)
 
     def _training_targets(self, classes: int) -> np.ndarray:
         """The classes or labels of the training images. ValueError if they are unknown before images are read."""
@@ -277,9 +276,10 @@ class ImageDataModule(TaskData):
         if train is None or targets is None:
             raise ValueError(f"data.source={self.keys.source} has no list of its labels: give weights")
         found = targets[train.indices]
-        for place in np.flatnonzero((found < 0) | (found >= classes))[:1] if found.ndim == 1 else ():
-            path = train.source.path(int(train.indices[place]))
-            raise ValueError(f"{path}: the label {found[place]} is not among the classes 0 to {classes - 1}")
+        wrong = np.flatnonzero((found < 0) | (found >= classes)) if found.ndim == 1 else []
+        if len(wrong):
+            path = train.source.path(int(train.indices[wrong[0]]))
+            raise ValueError(f"{path}: the label {found[wrong[0]]} is not among the classes 0 to {classes - 1}")
         return found
 
     def train_dataloader(self) -> TrainingLoader | StreamLoader:

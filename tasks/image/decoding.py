@@ -123,6 +123,7 @@ def _orientation(image: Image.Image) -> int | None:
 def upright(image: Image.Image) -> Image.Image:
     """Rotate and mirror an image in place by its EXIF orientation; damaged EXIF data is ignored."""
     if _orientation(image) in _TURNED:
+        image.load()
         with suppress(Exception):  # Pillow turns the image before it writes EXIF data without the orientation
             ImageOps.exif_transpose(image, in_place=True)
     return image
