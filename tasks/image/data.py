@@ -276,7 +276,7 @@ class ImageDataModule(TaskData):
         if train is None or targets is None:
             raise ValueError(f"data.source={self.keys.source} has no list of its labels: give weights")
         found = targets[train.indices]
-        wrong = np.flatnonzero((found < 0) | (found >= classes)) if found.ndim == 1 else []
+        wrong: Any = np.flatnonzero((found < 0) | (found >= classes)) if found.ndim == 1 else []
         if len(wrong):
             path = train.source.path(int(train.indices[wrong[0]]))
             raise ValueError(f"{path}: the label {found[wrong[0]]} is not among the classes 0 to {classes - 1}")
