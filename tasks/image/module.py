@@ -149,6 +149,8 @@ class ImageClassifier(ClassifierModule):
         if targets is None:
             targets = torch.zeros(len(images), dtype=torch.long)
             return images, targets.float() if self.multi_label else targets
+        if not self.multi_label and targets.ndim == 2 and targets.shape[1] == 1:
+            targets = targets.flatten()
         self._check_labels(targets)
         if self.multi_label:
             return images, targets.float()

@@ -85,9 +85,8 @@ class ImageFiles(Inputs, Dataset[Any]):
             return model(batch)
         chosen = None
         if keys.saliency_class is not None:
-            chosen = torch.full(
-                (len(batch),), self.info.class_names.index(str(keys.saliency_class)), device=batch.device
-            )
+            number = self.info.class_names.index(str(keys.saliency_class))
+            chosen = torch.full((len(batch),), number, device=batch.device)
         logits, maps = saliency(model, batch, chosen)
         for path, *shown in zip(paths, denormalize(batch, self.info).cpu(), maps.cpu(), strict=True):
             picture = Path(keys.saliency, os.path.relpath(path, self._root) + ".png")
