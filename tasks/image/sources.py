@@ -36,7 +36,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+# Data sets of torchvision with the splits train and test. timm reads any unknown name as test.
+_TWO_PARTS = ("cifar10", "cifar100", "fashion_mnist", "kmnist", "mnist", "qmnist")
 _TRAINING_WORDS = ("train", "training")
+_HELD_OUT_WORDS = ("val", "valid", "validation", "eval", "evaluation", "test")
 _SETS = {"train": "train_set", "validation": "val_set", "test": "test_set"}
 
 
@@ -333,6 +336,10 @@ class NamedLayout(Layout):
     def find(self, kind: str, name: str) -> str | None:
         if self.names[kind] is None:
             return None
+        if self.keys.source.rpartition("/")[2] in _TWO_PARTS:
+            if name not in (*_TRAINING_WORDS, *_HELD_OUT_WORDS):
+                raise ValueError(f"data.{SPLIT_KEYS[kind]}={name}: {self.keys.source} has the splits train and test")
+            return "train" if name in _TRAINING_WORDS else "test"
         return "train" if name in _TRAINING_WORDS else name
 
     def open(self, part: str, class_names: Sequence[str] | None = None) -> Source:
