@@ -73,9 +73,6 @@ class DocumentDataKeys(Keys):
     gradient_segments: Count | None = key(None, "gradients go through so many last segments; null: all")
     class_weights: ClassWeights = key("none", "balanced, a list, or {NAME: NUMBER}: weights of classes in the loss")
     sampling: Sampling = key(None, "balanced: an epoch draws each class equally often")
-    packing: Literal["packed", "padded"] = key(
-        "packed", "packed: documents end to end; padded: rows of similar lengths"
-    )
     cache: str | None = key(None, "the folder of prepared text; null: longseq/text in XDG_CACHE_HOME")
     check: bool = key(True, "compare the checksums of the cache's files")
     eval_batch_size: Count | None = key(None, "tokens at a time; null: the training batch, or the longest document")
@@ -94,8 +91,6 @@ class DocumentDataKeys(Keys):
             raise ValueError("gradient_segments needs segment=TOKENS")
         if sum(value for value in (self.validation, self.test) if isinstance(value, float)) >= 1:
             raise ValueError("validation and test must be less than 1 together")
-        if self.sampling is not None and self.packing == "padded":
-            raise ValueError("sampling=balanced needs packing=packed")
         text = ("text_column", self.text_column or "text")
         check_label_keys(self.multi_label, self.label_column, self.label_delimiter, text)
         return self

@@ -23,7 +23,7 @@ from longseq.tasks.data.loader import BatchLoader, TrainingLoader, find_place, f
 from longseq.tasks.data.module import TaskData, refuse_larger_shares, same_root
 from longseq.tasks.document import libraries as _libraries  # noqa: F401  registers its source
 from longseq.tasks.document import sources
-from longseq.tasks.document.batch import DocumentBatches, EveryDocument, PackedSampler, PaddedSampler, Split
+from longseq.tasks.document.batch import DocumentBatches, EveryDocument, PackedSampler, Split
 from longseq.tasks.document.config import DocumentDataKeys, DocumentInfo
 from longseq.tasks.document.inputs import DocumentFiles
 from longseq.tasks.document.model import LINEAR
@@ -93,6 +93,7 @@ class DocumentData(TaskData):
         self.seed = seed
         self._wanted = [STAGES[stage] for stage in stages]
         self._init, self._trained = init, trained
+        self._is_fitted = False  # by the linear model
         self._source = sources.find(keys)
         self._splits: dict[str, Split] = {}
         self._counts: dict[tuple[int, ...], tuple[int, int]] = {}  # see `_count_epoch`
@@ -112,10 +113,10 @@ class DocumentData(TaskData):
         for stage, split in self._splits.items():
             self._splits[stage] = split._replace(max_length=keys.max_length, truncation=keys.truncation)
         longest = self.split("train").longest
-        if config["model"]["name"] == LINEAR:
-            # The fit reads the documents by itself; a batch only has to hold each of them.
-            keys = keys.model_copy(update={"packing": "padded", "sampling": None, "random_crops": False})
-            batch_size = max(batch_size, longest)
+        self._is_fitted = config["model"]["name"] == LINEAR
+        if self._is_fitted:
+            keys = keys.model_copy(update={"sampling": None, "random_crops": False})
+            batch_size = max(batch_size, longest)  # which holds each document
         self.keys, self.batch_size, self.eval_batch_size = keys, batch_size, keys.eval_batch_size or batch_size
         self._info = replace(self.info, window=longest, **self._reading)
 
@@ -229,8 +230,7 @@ class DocumentData(TaskData):
         lengths = self._splits[stage].lengths
         # Without a chosen budget, a document may be longer than a training batch.
         budget = self.keys.eval_batch_size or max(self.batch_size, int(lengths.max()))
-        packed = self.keys.packing == "packed"
-        sampler = EveryDocument(lengths, budget, packed=packed, rank=rank, world_size=world_size)
+        sampler = EveryDocument(lengths, budget, rank=rank, world_size=world_size)
         return BatchLoader(
             DocumentBatches(self._splits[stage], budget, sampler.longest),  # type: ignore[arg-type]
             sampler,  # type: ignore[arg-type]
@@ -238,11 +238,11 @@ class DocumentData(TaskData):
             pin_memory=self.keys.pin_memory and torch.cuda.is_available(),
         )
 
-    def _sample(self, **place: int) -> PackedSampler | PaddedSampler:
+    def _sample(self, **place: int) -> PackedSampler:
         train = self._splits["train"]
         lengths = np.minimum(train.lengths, self.keys.max_length) if self.keys.random_crops else train.lengths  # type: ignore[arg-type]
-        if self.keys.packing == "padded":
-            return PaddedSampler(lengths, self.batch_size, seed=self.seed, **place)
+        if self._is_fitted:  # the fit reads the documents by itself: a batch may have any one of them
+            lengths = np.full_like(lengths, self.batch_size)
         classes = None if self.keys.sampling is None else rarest_labels(train.targets)
         return PackedSampler(lengths, self.batch_size, classes=classes, seed=self.seed, **place)
 
