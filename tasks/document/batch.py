@@ -193,12 +193,12 @@ class DocumentBatches(Dataset[tuple[DocumentInputs, Tensor, list[Any]]]):
 class PackedSampler(UpdateSampler[Chosen]):
     """Yields documents that fill rows (see `pack`); `batch_size` is the token budget of a device.
 
-    `lengths` are the tokens of each document after truncation.
-    An effective batch consists of rows of equal length, which devices and accumulated batches share; their number
-    depends only on its size and the documents' lengths. Each epoch packs all documents anew, in its own order, and
-    leaves out the last rows if they do not fill an effective batch. With `classes [N]` an epoch draws as many
-    documents, each class equally often (see `longseq.tasks.data.sampler.BalancedSampler`). ValueError for a document
-    longer than the budget, for fewer tokens than an update needs, and for rows that do not divide evenly.
+    `lengths` are the tokens of each document after truncation. An effective batch consists of rows of equal length,
+    which devices and accumulated batches share; their number depends only on its size and the documents' lengths. Each
+    epoch packs all documents anew, in its own order, and leaves out the last rows if they do not fill an effective
+    batch. With `classes [N]` an epoch draws as many documents, each class equally often (see
+    `longseq.tasks.data.sampler.BalancedSampler`). ValueError for a document longer than the budget, for fewer tokens
+    than an update needs, and for rows that do not divide evenly.
     """
 
     def __init__(
