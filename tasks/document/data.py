@@ -460,7 +460,6 @@ def _write(reader: Reader, tokenizer: Tokenizer | Bare, folder: Path) -> None:
     (folder / _LEFT_OUT).write_text("".join(f"{line}\n" for line in left_out), encoding="utf-8")
     manifest = {
         **manifest_of(tokenizer, folder),
-        "gzip_bits_per_byte": None,
         "splits": {_DOCUMENTS: writer.close()},
         "label_sets": list(numbers),
         "left_out": len(left_out),
@@ -477,7 +476,7 @@ def _encode(batch: list[Sample], tokenizer: Tokenizer | Bare) -> tuple[Any, Any,
         hashes = np.frombuffer(b"".join(digests), "<u8").reshape(-1, 2)
         return np.concatenate(documents), lengths, np.zeros_like(lengths), hashes
     texts = (Document(str(one.document), place=one.place) for one in batch)
-    encoded = encode(texts, tokenizer, {"validation": 0.0, "test": 0.0})
+    encoded = encode(texts, tokenizer)
     return encoded.tokens, encoded.lengths, encoded.byte_counts, encoded.hashes
 
 

@@ -36,10 +36,9 @@ class LanguageModelData(TaskData):
 
     - `tokens`: folders of `longseq prepare` at `root`; `check` compares their checksums;
     - `files`: text at `root`, read with `column`, `prompt_column`, `tokenizer` and `separator` as by `longseq prepare`;
-    - `standard_library`: the bytes of Python's own modules;
-    - `python_sources`: these and the modules of all installed packages.
+    - `standard_library`: the bytes of Python's own modules.
 
-    Text of `files` and `python_sources` is prepared once and kept in `cache`. `validation` and `test` are shares of the
+    Text of `files` is prepared once and kept in `cache`. `validation` and `test` are shares of the
     documents (see `longseq.tasks.text.documents.split_numbers`). Several roots are mixed by `weights`; without weights
     an epoch reads each of them once.
 
@@ -142,19 +141,13 @@ class LanguageModelData(TaskData):
             self._windows[stage] = cut
             if stage in self._stages and not sum(windows.size for windows in cut):
                 raise ValueError(f"the {split} split of the text is empty")
-        ratios = [store.gzip_bits_per_byte for store in self._stores]
         self._info = TextInfo(
             vocab_size=first.vocab_size,
             separator=first.separator,
             window=self.keys.window,
             tokenizer=first.tokenizer,
             sizes={stage: sum(windows.count for windows in cut) for stage, cut in self._windows.items()},
-            text_bytes={
-                stage: sum(int(store.splits[STAGES[stage]].byte_counts.sum()) for store in self._stores)
-                for stage in ("val", "test")
-            },
             checksums={stage: [store.checksums[split] for store in self._stores] for stage, split in STAGES.items()},
-            gzip_bits_per_byte=ratios[0] if len(ratios) == 1 else None,
         )
 
     def train_dataloader(self) -> TrainingLoader:

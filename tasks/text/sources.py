@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import bz2
-import codecs
 import csv
 import gzip
 import hashlib
@@ -59,9 +58,7 @@ class Place(NamedTuple):
     def describe(self) -> str:
         """The place in words."""
         numbers = {"line": self.line, "row": self.row, "byte": self.byte}
-        # A file name that is not UTF-8 has lone surrogates, which cannot be printed.
-        path = self.path.encode(errors="surrogateescape").decode(errors="backslashreplace")
-        return path + "".join(f", {name} {number}" for name, number in numbers.items() if number is not None)
+        return self.path + "".join(f", {name} {number}" for name, number in numbers.items() if number is not None)
 
 
 class Document(NamedTuple):
@@ -160,13 +157,7 @@ def is_saved(path: Path) -> bool:
 def files_below(path: Path) -> Iterator[str]:
     """The files below a folder, including linked folders, in the order of their names, without hidden ones."""
     for folder, folders, names in os.walk(path, followlinks=True):
-        # A link to a folder above itself would never end.
-        above = {os.path.realpath(one) for one in (Path(folder), *Path(folder).parents)}
-        folders[:] = sorted(
-            name
-            for name in folders
-            if not name.startswith(".") and os.path.realpath(os.path.join(folder, name)) not in above
-        )
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
         yield from (os.path.join(folder, name) for name in sorted(names) if not name.startswith("."))
 
 
@@ -199,20 +190,12 @@ def _parts_of_file(path: Path, size: int) -> Iterator[Part]:
         yield Part(format, str(path.parent), total, files=(str(path),))
     elif format == "parquet":
         yield from _parts_of_parquet(path, size)
-    elif format == "jsonl" and path.suffix.lower() == ".json" and _is_array(path):
-        yield Part("array", str(path), total)
     elif format == "jsonl":
         for start in range(0, total, size):
             stop = min(total, start + size)
             yield Part(format, str(path), stop - start, start, stop)
     else:
         yield Part(format, str(path), total)
-
-
-def _is_array(path: Path) -> bool:
-    """True for one JSON array in place of lines, as in many sets of instructions."""
-    with path.open("rb") as file:
-        return file.read(1 << 10).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
 
 
 def _parts_of_parquet(path: Path, size: int) -> Iterator[Part]:
@@ -310,15 +293,6 @@ def _parse(line: bytes, columns: Columns, place: Place) -> Document | Malformed:
     return _document(row, columns, place)
 
 
-def _read_array(part: Part, columns: Columns) -> Found:
-    try:
-        rows = json.loads(Path(part.path).read_bytes().decode("utf-8-sig"))
-    except ValueError as error:
-        raise ValueError(f"{part.path}: {error}") from error
-    for number, row in enumerate(rows):
-        yield _document(row, columns, Place(part.path, row=number))
-
-
 def _read_table(part: Part, columns: Columns) -> Found:
     rows = read_rows(Path(part.path))
     _, header = next(rows, (0, []))
@@ -400,7 +374,6 @@ def _read_files(part: Part, columns: Columns) -> Found:
 _READERS: dict[str, Callable[[Part, Columns], Found]] = {
     "jsonl": _read_jsonl,
     "compressed": _read_compressed,
-    "array": _read_array,
     "csv": _read_table,
     "tsv": _read_table,
     "parquet": _read_parquet,
