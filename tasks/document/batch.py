@@ -3,8 +3,7 @@
 A loader yields `(DocumentInputs, targets)`. All documents of a batch lie end to end in one row:
 
     inputs, targets = batch
-    packing = Packing(inputs.cu_seqlens, inputs.tokens.shape[1], max_seqlen=inputs.max_seqlen)
-    logits = model(inputs.tokens, cu_seqlens=packing)                 # [N, classes]
+    logits = model(inputs.tokens, cu_seqlens=inputs.packing)          # [N, classes]
     loss = cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
 
 A batch may have more places (N) than documents, so that all batches have one shape and all processes have as
@@ -25,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
+from longseq.kernels.packing import Packing
 from longseq.tasks.data.sampler import BalancedDraw, UpdateSampler, derive_seed
 from longseq.tasks.text.batch import IGNORED as IGNORED
 from longseq.tasks.text.store import Corpus, Integers
@@ -38,10 +38,9 @@ _SAMPLE = 10000  # the documents by which `row_count` chooses the length of rows
 class DocumentInputs(NamedTuple):
     """The documents of a batch with N places. Lightning moves the tensors to the device; numbers stay on the host.
 
-    tokens: int64, packed `[1, L]` with the token budget L; padded `[N, T]` in batches of other loaders.
-    cu_seqlens: `[N + 1]` int32, the borders of N sequences in a packed row, documents first. Sequences of padding,
-        which are empty places, fill the row up to L. None for padded batches.
-    mask: `[N, T]` bool, True at the tokens of documents in padded batches; None for packed ones.
+    tokens: `[1, L]` int64, with the token budget L.
+    cu_seqlens: `[N + 1]` int32, the borders of N sequences in the row, documents first. Sequences of padding, which
+        are empty places, fill the row up to L.
     max_seqlen: an upper bound of the sequences' lengths, the same for all batches of a loader.
     lengths, whole_lengths: `[N]` int64, tokens of each document after and before truncation; 0 in empty places.
     numbers: `[N]` int64, the number of each document in its split; -1 in empty places.
@@ -50,14 +49,18 @@ class DocumentInputs(NamedTuple):
     """
 
     tokens: Tensor
-    cu_seqlens: Tensor | None
-    mask: Tensor | None
+    cu_seqlens: Tensor
     max_seqlen: int
     lengths: Tensor
     whole_lengths: Tensor
     numbers: Tensor
     units: int
     token_count: int
+
+    @property
+    def packing(self) -> Packing:
+        """The borders of the documents, for a model."""
+        return Packing(self.cu_seqlens, self.tokens.shape[1], max_seqlen=self.max_seqlen)
 
 
 # The inputs and the targets: `[N]` int64 class numbers, or for several labels `[N, C]` float32 of 0 and 1.
@@ -176,7 +179,6 @@ class DocumentBatches(Dataset[tuple[DocumentInputs, Tensor, list[Any]]]):
         inputs = DocumentInputs(
             tokens=torch.from_numpy(tokens),
             cu_seqlens=torch.from_numpy(borders),
-            mask=None,
             max_seqlen=self.longest,
             lengths=torch.from_numpy(lengths),
             whole_lengths=torch.from_numpy(whole),
