@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import logging
@@ -63,7 +64,7 @@ class DocumentData(TaskData):
 
     `validation` and `test` are files, or shares of the training documents, stratified by label (see `divide`). A
     warning counts the documents that are in two splits; `duplicates=drop` removes them from the earlier one of train,
-    validation and test. Unreadable documents are left out and listed, or with `on_bad_line=stop` an error.
+    validation and test. Unreadable documents are left out and listed.
     `sampling=balanced` draws each class equally often, and documents of several labels by the rarest one.
 
     `tokenizer=train:SIZE` is trained on the training documents. Batch sizes count tokens. The documents of a batch are
@@ -96,7 +97,7 @@ class DocumentData(TaskData):
         self._is_fitted = False  # by the linear model
         self._source = sources.find(keys)
         self._splits: dict[str, Split] = {}
-        self._counts: dict[tuple[int, ...], tuple[int, int]] = {}  # see `_count_epoch`
+        self._samplers: dict[tuple[int, ...], PackedSampler] = {}
         self._info: DocumentInfo | None = None
 
     @classmethod
@@ -118,7 +119,7 @@ class DocumentData(TaskData):
             keys = keys.model_copy(update={"sampling": None, "random_crops": False})
             batch_size = max(batch_size, longest)  # which holds each document
         self.keys, self.batch_size, self.eval_batch_size = keys, batch_size, keys.eval_batch_size or batch_size
-        self._info = replace(self.info, window=longest, **self._reading)
+        self._info, self._samplers = replace(self.info, window=longest, **self._reading), {}
 
     @classmethod
     def for_evaluation(
@@ -166,20 +167,12 @@ class DocumentData(TaskData):
 
     @property
     def batches_per_epoch(self) -> int:
-        return self._count_epoch()[0]
+        return len(self._sample())
 
     @property
     def tokens_per_epoch(self) -> int:
         """Tokens of the training documents that an epoch reads, after truncation."""
-        return self._count_epoch()[1]
-
-    def _count_epoch(self) -> tuple[int, int]:
-        """The batches and tokens of an epoch, counted once, since this packs all documents."""
-        place = (self.batch_size, *find_place(self.trainer))
-        if place not in self._counts:
-            sampler = self._sample(**find_place(self.trainer)._asdict())
-            self._counts[place] = len(sampler), sampler.tokens_per_epoch
-        return self._counts[place]
+        return self._sample().tokens_per_epoch
 
     def split(self, stage: str) -> Split:
         """The documents of train, val or test; available after `setup`."""
@@ -201,7 +194,10 @@ class DocumentData(TaskData):
             numbers |= divide(found["train"], fractions, multi_label=self.keys.multi_label)
             found |= {name: found["train"] for name in fractions}
         found = {name: one for name, one in found.items() if name in wanted}
-        self._report_left_out(found)
+        for folder, count in {one.folder: one.left_out for one in found.values() if one.left_out}.items():
+            path = folder / _LEFT_OUT
+            first = "; ".join(path.read_text(encoding="utf-8").splitlines()[:3])
+            _warn(f"{count} documents cannot be read and are left out ({path}): {first}")
         self._find_repeats(found, numbers)
         for name in found:
             if not len(numbers[name]):
@@ -209,7 +205,7 @@ class DocumentData(TaskData):
         self._finish(found, numbers, tokenizer)
 
     def train_dataloader(self) -> TrainingLoader:
-        sampler = self._sample(**find_place(self.trainer)._asdict())
+        sampler = copy.copy(self._sample())  # the loader counts epochs in it
         crops = self.seed if self.keys.random_crops else None
         return TrainingLoader(
             DocumentBatches(self._splits["train"], self.batch_size, sampler.longest, crops=crops),  # type: ignore[arg-type]
@@ -238,7 +234,14 @@ class DocumentData(TaskData):
             pin_memory=self.keys.pin_memory and torch.cuda.is_available(),
         )
 
-    def _sample(self, **place: int) -> PackedSampler:
+    def _sample(self) -> PackedSampler:
+        """The sampler of training, made once for each place, since it packs all documents."""
+        place = find_place(self.trainer)
+        if (key := (self.batch_size, *place)) not in self._samplers:
+            self._samplers[key] = self._make_sampler(**place._asdict())
+        return self._samplers[key]
+
+    def _make_sampler(self, **place: int) -> PackedSampler:
         train = self._splits["train"]
         lengths = np.minimum(train.lengths, self.keys.max_length) if self.keys.random_crops else train.lengths  # type: ignore[arg-type]
         if self._is_fitted:  # the fit reads the documents by itself: a batch may have any one of them
@@ -296,16 +299,6 @@ class DocumentData(TaskData):
         manifest = json.loads((folder / store.MANIFEST).read_text(encoding="utf-8"))
         sets = [tuple(one) for one in manifest["label_sets"]]
         return Labelled(opened.splits[_DOCUMENTS], sets, manifest["left_out"], folder)
-
-    def _report_left_out(self, found: Mapping[str, Labelled]) -> None:
-        """Warn of unreadable documents; with `on_bad_line=stop` they are a ValueError."""
-        for folder, count in {one.folder: one.left_out for one in found.values() if one.left_out}.items():
-            path = folder / _LEFT_OUT
-            first = "; ".join(path.read_text(encoding="utf-8").splitlines()[:3])
-            message = f"{count} documents cannot be read and are left out ({path}): {first}"
-            if self.keys.on_bad_line == "stop":
-                raise ValueError(message)
-            _warn(message)
 
     def _find_repeats(self, found: Mapping[str, Labelled], numbers: dict[str, Integers]) -> None:
         """Warn of documents that a later split has too; with `duplicates=drop` remove them from `numbers`."""

@@ -86,11 +86,11 @@ class DocumentFiles(Inputs):
             assert one.place is not None
             path, details = one.place.path, {"document": number}
             if isinstance(one, Malformed):
-                yield Unreadable(path, _without(path, one.describe()), details)
+                yield Unreadable(path, one.describe(), details)
                 continue
             text = one.text if self._prepare is None else self._prepare(one.text)
             if not text.strip():
-                yield Unreadable(path, _without(path, f"{one.place.describe()}: empty"), details)
+                yield Unreadable(path, f"{one.place.describe()}: empty", details)
                 continue
             tokens = np.concatenate([begin, self.tokenizer.encode(text).astype(dtype)])
             kept = truncate(tokens, info.max_length, truncation, info.separator)
@@ -112,8 +112,3 @@ class DocumentFiles(Inputs):
             logits = model(tokens.to(device, torch.long), cu_seqlens=Packing(borders, device=device))
         places = ((document.path, document.details) for document in documents)
         yield from predictions_of(places, logits, self.info, top_k or len(self.info.class_names))
-
-
-def _without(path: str, description: str) -> str:
-    """A description without the path, which has its own column."""
-    return description.removeprefix(path).lstrip(",: ")

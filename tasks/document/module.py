@@ -38,7 +38,7 @@ class DocumentTask(ClassifierModule):
     label towards 1/2. Losses of validation and test have neither.
 
     Logs `train/{loss,lr}`, `{val,test}/loss` and `{val,test}/METRIC` for the metrics of
-    `longseq.tasks.document.report.make_scores`, and in a test `test/METRIC_q1` to `test/METRIC_q4` for the quarters of
+    `longseq.tasks.document.report.measure`, and in a test `test/METRIC_q1` to `test/METRIC_q4` for the quarters of
     the documents by length.
     `chosen_metrics` and `metric` add others, as `task.metrics` and `task.metric` do. `threshold` is explained in
     `ClassifierModule`; by default the thresholds are in `info`. After a test, `documents_by_length` counts the
@@ -110,8 +110,8 @@ class DocumentTask(ClassifierModule):
         """A batch of longseq's loaders, or one made from tokens `[N, T]` and classes `[N]` or labels `[N, C]`.
 
         The latter are a pair, for documents of one length, or a dictionary as in transformers: `input_ids`, `labels`,
-        and `attention_mask`, 0 at padding. A batch to predict needs no labels. If `info` has a
-        separator, each document should begin with it, as in longseq's commands.
+        and `attention_mask`, 0 at padding. A batch to predict needs no labels. If `info` has a separator, each document
+        should begin with it, as in longseq's commands.
         """
         if isinstance(batch, tuple | list) and isinstance(batch[0], DocumentInputs):
             return batch[0], batch[1]
@@ -125,8 +125,6 @@ class DocumentTask(ClassifierModule):
             targets = tokens.new_zeros((len(tokens), self.num_classes) if self.multi_label else len(tokens))
         else:
             targets = loader.find_entry(batch, loader.TARGETS, "labels") if isinstance(batch, Mapping) else batch[1]
-        if tokens.ndim != 2 or targets.ndim != (2 if self.info.multi_label else 1) or len(targets) != len(tokens):
-            raise ValueError(f"tokens {list(tokens.shape)} do not fit labels {list(targets.shape)}")
         if self.info.multi_label:
             loader.check_several_labels(targets, exact=not self.training)
         else:
@@ -174,7 +172,6 @@ class DocumentTask(ClassifierModule):
         return self.mean_of_update(torch.where(inputs.numbers >= 0, losses, 0.0).sum())
 
     def count_targets(self, batch: DocumentBatch) -> int:
-        """The number of documents of a batch."""
         return batch[0].units
 
     def evaluate_batch(self, batch: DocumentBatch, metrics: Any, stage: str) -> None:
