@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,7 +35,10 @@ def perplexity_of(loss: float) -> float:
 
 
 class TokenLoss(Metric):
-    """The mean loss of a token, in nats, over all batches and processes; summed in float64, as tokens can be many."""
+    """The mean loss of a token, in nats, over all batches and processes; summed in float64, as tokens can be many.
+
+    `unit` maps the mean to another unit. With `groups` there is a mean for each group of tokens.
+    """
 
     full_state_update = False
     higher_is_better = False
@@ -43,8 +46,9 @@ class TokenLoss(Metric):
     total: Tensor
     count: Tensor
 
-    def __init__(self, groups: tuple[int, ...] = ()) -> None:
+    def __init__(self, unit: Callable[[Tensor], Tensor] | None = None, groups: tuple[int, ...] = ()) -> None:
         super().__init__()
+        self.unit = unit
         self.add_state("total", torch.zeros(groups, dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("count", torch.zeros(groups, dtype=torch.float64), dist_reduce_fx="sum")
 
@@ -56,28 +60,20 @@ class TokenLoss(Metric):
 
     def compute(self) -> Tensor:
         """The mean loss; NaN without tokens."""
-        return self.total / self.count
+        mean = self.total / self.count
+        return mean if self.unit is None else self.unit(mean)
 
 
-class Perplexity(TokenLoss):
-    """The exponential of the mean loss of a token."""
-
-    def compute(self) -> Tensor:
-        return super().compute().exp()
-
-
-class BitsPerByte(TokenLoss):
-    """The negative log2 probability of the text per byte, with a count of bytes."""
-
-    def compute(self) -> Tensor:
-        return super().compute() / math.log(2)
+def to_bits(nats: Tensor) -> Tensor:
+    """A loss in bits."""
+    return nats / math.log(2)
 
 
 class LossByPosition(TokenLoss):
     """The mean loss of tokens by position in their sequence, in groups: 0, 1, 2 to 3, 4 to 7, ..."""
 
     def __init__(self) -> None:
-        super().__init__((_GROUPS,))
+        super().__init__(groups=(_GROUPS,))
 
     def update(self, loss: Tensor, position: Tensor, counts: Tensor) -> None:  # type: ignore[override]
         """Add the losses of the tokens at `position` where `counts` is True; all three have one shape."""
