@@ -38,7 +38,7 @@ class LanguageModelData(TaskData):
     - `files`: text at `root`, read with `column`, `prompt_column`, `tokenizer` and `separator` as by `longseq prepare`;
     - `standard_library`: the bytes of Python's own modules.
 
-    Text of `files` is prepared once and kept in `cache`. `validation` and `test` are shares of the
+    Text is prepared once and kept in `cache`. `validation` and `test` are shares of the
     documents (see `longseq.tasks.text.documents.split_numbers`). Several roots are mixed by `weights`; without weights
     an epoch reads each of them once.
 

@@ -16,12 +16,11 @@ from filelock import FileLock
 from longseq.hub import find_source
 from longseq.models import read
 from longseq.tasks.report import long_step, shorten
-from longseq.tasks.text.documents import Fractions, encode, store_of
+from longseq.tasks.text.documents import Fractions
 from longseq.tasks.text.keys import TextDataKeys
 from longseq.tasks.text.prepare import describe, plan_of, prepare
-from longseq.tasks.text.sources import STREAM, TEXT, Columns, Document, Part, find_parts, group_files, read_part
+from longseq.tasks.text.sources import STREAM, TEXT, Columns, Part, find_parts, group_files
 from longseq.tasks.text.store import MANIFEST, TokenStore, open_store
-from longseq.tasks.text.tokenizer import ByteTokenizer
 from longseq.tasks.training.system import write_text
 from longseq.tokenizer_files import TOKENIZER_FILE, tokenizer_files
 
@@ -36,12 +35,9 @@ _LEFT_OUT = {"test", "tests", "idle_test", "idlelib", "__pycache__", "site-packa
 def open_corpora(keys: TextDataKeys) -> list[TokenStore]:
     """One corpus for each entry of `data.root`, or the only one."""
     fractions = fractions_of(keys)
-    if keys.source == "standard_library":  # kept in memory
-        tokenizer, parts = ByteTokenizer(), list(group_files(standard_library_files(), format="python"))
-        found = (one for part in parts for one in read_part(part, TEXT))
-        documents = (one for one in found if isinstance(one, Document) and not one.is_empty)
-        with long_step("encoding the standard library"):
-            return [store_of(keys.source, encode(documents, tokenizer), tokenizer, fractions)]
+    if keys.source == "standard_library":
+        parts = list(group_files(standard_library_files(), format="python"))
+        return [_prepared(keys.source, parts, TEXT, fractions, keys)]
     roots = [keys.root] if isinstance(keys.root, str) else keys.root or []
     if keys.source == "tokens":
         return [open_store(root, check=keys.check) for root in roots]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import multiprocessing
 import os
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from itertools import islice
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from longseq.tasks.text.sources import Columns, Document, Malformed, Part, read_part
-from longseq.tasks.text.store import SPLITS, Corpus, Integers, Tokens, TokenStore, token_type
+from longseq.tasks.text.store import SPLITS, Integers, Tokens, token_type
 from longseq.tasks.text.tokenizer import Tokenizer, tokenizer_from_dict
 
 T = TypeVar("T")
@@ -88,26 +87,6 @@ def split_numbers(hashes: np.ndarray, fractions: Fractions) -> np.ndarray:
     numbers[place < fractions["validation"]] = SPLITS.index("validation")
     numbers[place >= 1 - fractions["test"]] = SPLITS.index("test")
     return numbers
-
-
-def store_of(name: str, encoded: Encoded, tokenizer: Tokenizer, fractions: Fractions) -> TokenStore:
-    """Encoded documents without prompts as a store in memory, without duplicates."""
-    kept = first_of_equal(encoded.hashes)
-    numbers = split_numbers(encoded.hashes, fractions)
-    splits = {}
-    for index, split in enumerate(SPLITS):
-        chosen = kept & (numbers == index)
-        offsets = np.concatenate([[0], np.cumsum(encoded.lengths[chosen])]).astype(np.int64)
-        tokens = encoded.tokens[np.repeat(chosen, encoded.lengths)]
-        splits[split] = Corpus(tokens, offsets, encoded.byte_counts[chosen])
-    return TokenStore(
-        name=name,
-        tokenizer=tokenizer.to_dict(),
-        vocab_size=tokenizer.vocab_size,
-        separator=tokenizer.separator,
-        splits=splits,
-        checksums={split: zlib.crc32(corpus.tokens.data) for split, corpus in splits.items()},
-    )
 
 
 def batched(items: Iterable[T]) -> Iterator[list[T]]:

@@ -18,7 +18,7 @@ READ_BY: dict[str, tuple[str, ...]] = {
     "prompt_column": ("files",),
     "validation": ("standard_library", "files"),
     "test": ("standard_library", "files"),
-    "cache": ("files",),
+    "cache": ("standard_library", "files"),
 }
 
 

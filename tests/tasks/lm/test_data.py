@@ -89,7 +89,7 @@ def test_a_changed_text_of_training_is_known(jsonl: Path, tokens: Path) -> None:
 
 @pytest.mark.slow
 def test_a_model_is_measured_on_other_text_and_in_other_windows(jsonl: Path, tokens: Path, tmp_path: Path) -> None:
-    trained = make(source="standard_library", validation=0.02, test=0.02).info
+    trained = make(source="standard_library", validation=0.02, test=0.02, cache=str(tmp_path / "cache")).info
     config = {"seed": 0, "data": {"name": "made", "source": "standard_library", "window": 16, "validation": 0.02}}
     given = {"source": "files", "root": str(jsonl), "test": 0.9, "validation": 0.0, "cache": str(tmp_path / "cache")}
     for told, changes in (

@@ -59,8 +59,9 @@ class Interruption(Exception):
 
 
 @pytest.fixture(autouse=True)
-def few_files(monkeypatch):
+def few_files(monkeypatch, tmp_path):
     """Few files in place of the whole standard library."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(corpora, "standard_library_files", lambda: FILES)
 
 
