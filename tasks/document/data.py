@@ -95,7 +95,7 @@ class DocumentData(TaskData):
         self._wanted = [STAGES[stage] for stage in stages]
         self._init, self._trained = init, trained
         self._is_fitted = False  # by the linear model
-        self._source = sources.find(keys)
+        self._source = sources.find(keys.source)
         self._splits: dict[str, Split] = {}
         self._samplers: dict[tuple[int, ...], PackedSampler] = {}
         self._info: DocumentInfo | None = None
@@ -369,7 +369,7 @@ class DocumentData(TaskData):
             ),
             source=keys.source,
             source_plugin=plugin_of(self._source.open) or plugin_of(prepare),
-            preparation=None if prepare is None else sources.describe_preparation(keys.source, prepare),
+            preparation=None if prepare is None else f"{prepare.__module__}.{prepare.__qualname__}",
             sizes=sizes,
             checksums=checksums,
             tokens=int(train.whole_lengths.sum()),

@@ -17,7 +17,17 @@ from longseq.tasks.data.module import Inputs, Predict, Prediction, Unreadable, d
 from longseq.tasks.document.batch import truncate
 from longseq.tasks.document.config import DocumentInfo
 from longseq.tasks.document.sources import preparation_of
-from longseq.tasks.text.sources import TEXT, Columns, Malformed, Part, files_below, find_parts, is_saved, read_parts
+from longseq.tasks.text.sources import (
+    STREAM,
+    TEXT,
+    Columns,
+    Malformed,
+    Part,
+    files_below,
+    find_parts,
+    is_saved,
+    read_parts,
+)
 from longseq.tasks.text.store import token_type
 from longseq.tasks.text.tokenizer import Tokenizer
 
@@ -56,7 +66,7 @@ class DocumentFiles(Inputs):
     def open(cls, path: str, info: DocumentInfo, keys: Predict) -> DocumentFiles:
         columns = Columns(keys.column or info.text_column or TEXT.text)
         # Listed here, so that files of all formats keep their order.
-        inputs = list(files_below(Path(path))) if Path(path).is_dir() and not is_saved(Path(path)) else [path]
+        inputs = [path] if path.startswith(STREAM) or is_saved(Path(path)) else list(files_below(Path(path)))
         return cls(find_parts(inputs, columns), columns, info, info.make_tokenizer())
 
     def predict(self, model: nn.Module, keys: Predict) -> Iterator[Prediction | Unreadable]:

@@ -22,7 +22,6 @@ from longseq.tasks.training.token_model import (
     body_like,
     build_seeded,
     check_tokenizer,
-    have_one_tokenizer,
 )
 
 # The values of `config.model.name`.
@@ -82,11 +81,6 @@ class DocumentModel(TaskModel):
             getattr(model, name).load_state_dict(getattr(trained, name).state_dict())
         if new := [name for name, copied in fits.items() if not copied and getattr(model, name) is not None]:
             note(model, f"new beside the weights of {loaded.path}: {', '.join(new)}")
-
-    def check_reads(self, model: Any, trained: DocumentInfo, found: DocumentInfo) -> None:
-        """ValueError if a model that was trained on documents of `trained` cannot read documents of `found`."""
-        if found.vocab_size != trained.vocab_size or not have_one_tokenizer(found.tokenizer, trained.tokenizer):
-            raise ValueError("the data has another tokenizer than the model was trained with")
 
 
 def read_documents(split: Split) -> Iterator[tuple[Sequence[int], Any]]:

@@ -129,17 +129,11 @@ class LinearBaseline(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         is_linear = isinstance(pl_module.backbone, LinearTextClassifier)
-        if is_linear or self.scores or (data.info.sizes["train"] or 0) > self.most_documents:
+        if is_linear or (data.info.sizes["train"] or 0) > self.most_documents:
             return
         self.scores = self._measure(data, pl_module)
         name = _compared(pl_module, self.scores)
         print(f"linear model: test/{name} {self.scores[name]:.4f}, TF-IDF and logistic regression", flush=True)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"scores": self.scores}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.scores = state_dict["scores"]
 
     @torch.inference_mode()
     def _measure(self, data: Any, module: Any) -> dict[str, float]:
@@ -180,9 +174,7 @@ class DocumentReport(ClassReport):
         return found | super().extras(module, info, split)
 
     def counts(self, module: DocumentTask, info: DocumentInfo, split: str) -> dict[str, int]:
-        found = module.documents_by_length or {}
-        by_length = {f"{split}/documents_{name}": count for name, count in found.items()}
-        return {f"{split}/documents": sum(found.values()), **by_length}
+        return {f"{split}/documents": sum((module.documents_by_length or {}).values())}
 
     def rows(self, module: DocumentTask, info: DocumentInfo) -> list[tuple[str, str]]:
         measured, found = module.trainer.callback_metrics, module.documents_by_length or {}

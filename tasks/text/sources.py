@@ -121,16 +121,12 @@ def find_parts(
             parts += _parts_of_stream(given, columns)
         elif not path.exists():
             raise FileNotFoundError(f"{given} does not exist")
-        elif path.is_file():
-            parts += group_files([given], size=size) if whole_files else _parts_of_file(path, size)
-        elif whole_files:
-            parts += group_files(files_below(path), size=size)
-        elif is_saved(path):
+        elif is_saved(path) and not whole_files:
             parts += _parts_of_saved(path, size)
         else:
-            files = [Path(file) for file in files_below(path)]
-            parts += [part for file in files if _format_of(file) != "text" for part in _parts_of_file(file, size)]
-            parts += group_files([str(file) for file in files if _format_of(file) == "text"], size=size)
+            formats = {file: "text" if whole_files else _format_of(Path(file)) for file in files_below(path)}
+            parts += [part for file in formats if formats[file] != "text" for part in _parts_of_file(Path(file), size)]
+            parts += group_files([file for file in formats if formats[file] == "text"], size=size)
     if not parts:
         raise ValueError(f"{', '.join(inputs)}: no file with text")
     return parts
@@ -155,7 +151,9 @@ def is_saved(path: Path) -> bool:
 
 
 def files_below(path: Path) -> Iterator[str]:
-    """The files below a folder, including linked folders, in the order of their names, without hidden ones."""
+    """The file, or the files below a folder and linked folders in the order of their names, without hidden ones."""
+    if path.is_file():
+        yield str(path)
     for folder, folders, names in os.walk(path, followlinks=True):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         yield from (os.path.join(folder, name) for name in sorted(names) if not name.startswith("."))
@@ -186,9 +184,7 @@ def _format_of(path: Path) -> str:
 
 def _parts_of_file(path: Path, size: int) -> Iterator[Part]:
     total, format = path.stat().st_size, _format_of(path)
-    if format == "text":
-        yield Part(format, str(path.parent), total, files=(str(path),))
-    elif format == "parquet":
+    if format == "parquet":
         yield from _parts_of_parquet(path, size)
     elif format == "jsonl":
         for start in range(0, total, size):
