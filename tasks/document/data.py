@@ -236,18 +236,15 @@ class DocumentData(TaskData):
 
     def _sample(self) -> PackedSampler:
         """The sampler of training, made once for each place, since it packs all documents."""
-        place = find_place(self.trainer)
+        place, train = find_place(self.trainer), self._splits["train"]
         if (key := (self.batch_size, *place)) not in self._samplers:
-            self._samplers[key] = self._make_sampler(**place._asdict())
+            lengths = np.minimum(train.lengths, self.keys.max_length) if self.keys.random_crops else train.lengths  # type: ignore[arg-type]
+            if self._is_fitted:  # the fit reads the documents by itself: a batch may have any one of them
+                lengths = np.full_like(lengths, self.batch_size)
+            options = {"seed": self.seed, **place._asdict()}
+            classes = None if self.keys.sampling is None else rarest_labels(train.targets)
+            self._samplers[key] = PackedSampler(lengths, self.batch_size, classes=classes, **options)
         return self._samplers[key]
-
-    def _make_sampler(self, **place: int) -> PackedSampler:
-        train = self._splits["train"]
-        lengths = np.minimum(train.lengths, self.keys.max_length) if self.keys.random_crops else train.lengths  # type: ignore[arg-type]
-        if self._is_fitted:  # the fit reads the documents by itself: a batch may have any one of them
-            lengths = np.full_like(lengths, self.batch_size)
-        classes = None if self.keys.sampling is None else rarest_labels(train.targets)
-        return PackedSampler(lengths, self.batch_size, classes=classes, seed=self.seed, **place)
 
     def _fractions(self, given: Collection[str]) -> dict[str, float]:
         """The shares of training documents for the splits that the source does not have."""
