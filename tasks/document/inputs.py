@@ -66,8 +66,8 @@ class DocumentFiles(Inputs):
     def open(cls, path: str, info: DocumentInfo, keys: Predict) -> DocumentFiles:
         columns = Columns(keys.column or info.text_column or TEXT.text)
         # Listed here, so that files of all formats keep their order.
-        inputs = [path] if path.startswith(STREAM) or is_saved(Path(path)) else list(files_below(Path(path)))
-        return cls(find_parts(inputs, columns), columns, info, info.make_tokenizer())
+        inputs = [] if path.startswith(STREAM) or is_saved(Path(path)) else list(files_below(Path(path)))
+        return cls(find_parts(inputs or [path], columns), columns, info, info.make_tokenizer())
 
     def predict(self, model: nn.Module, keys: Predict) -> Iterator[Prediction | Unreadable]:
         most = keys.segment or self.info.segment or SEGMENT

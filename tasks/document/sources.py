@@ -24,7 +24,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -183,19 +183,16 @@ def _generate(count: int, seed: int, options: dict[str, Any], split: str) -> Ite
 def _image(keys: DocumentDataKeys) -> Opened:
     """CIFAR-10 in grey, 1,024 tokens an image, with the files and splits of data=cifar10."""
 
-    @cache
-    def splits() -> Any:
-        image: Any = registry.get("image")
-        own = image.config.data(name="cifar10", source="cifar10", img_size=32, root=keys.root)
-        data = image.data(own, batch_size=1)
-        data.setup()
-        return data.splits
-
     def read(split: str) -> Iterator[Sample]:
-        source, indices = getattr(splits(), split).source, getattr(splits(), split).indices
-        for index in indices.tolist():
-            image, target = source.read(index)
-            yield Sample(_grey_levels(image), (source.class_names[target],), Place(source.path(index)))
+        task: Any = registry.get("image")
+        own = task.config.data(name="cifar10", source="cifar10", img_size=32, root=keys.root)
+        data = task.data(own, batch_size=1)
+        data.setup()
+        found = getattr(data.splits, split)
+        for index in found.indices.tolist():
+            image, target = found.source.read(index)
+            labels = (found.source.class_names[target],)
+            yield Sample(_grey_levels(image), labels, Place(found.source.path(index)))
 
     known = stamp(str(keys.root))
     return Opened(
