@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import multiprocessing
 import os
-from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from itertools import islice
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -21,6 +21,7 @@ T = TypeVar("T")
 
 Fractions = Mapping[str, float]  # the shares of documents in validation and test
 KEPT = 10_000  # malformed lines and files that a manifest lists
+COUNTS = ("documents", "empty", "malformed")  # of a part
 
 
 class Encoded(NamedTuple):
@@ -67,6 +68,13 @@ def hashes_of(documents: Sequence[Document]) -> np.ndarray:
     return np.frombuffer(b"".join(digests), "<u8").reshape(-1, 2)
 
 
+def first_of_equal(hashes: np.ndarray) -> np.ndarray:
+    """`[N]` bool, False for each document that equals an earlier one."""
+    keep = np.zeros(len(hashes), bool)
+    keep[np.unique(hashes, axis=0, return_index=True)[1]] = True
+    return keep
+
+
 def split_numbers(hashes: np.ndarray, fractions: Fractions) -> np.ndarray:
     """`[N]`, the number of each document's split in SPLITS; `fractions` are the shares of validation and test.
 
@@ -88,43 +96,56 @@ def batched(items: Iterable[T]) -> Iterator[list[T]]:
         yield batch
 
 
-def encode_part(part: Part, columns: Columns, tokenizer: Mapping[str, Any]) -> tuple[Encoded, Counter[str], list[str]]:
-    """The tokens of a part, the numbers of its documents and of what it leaves out, and the malformed lines."""
-    counts: Counter[str] = Counter()
+def encode_part(index: int, part: Part, partial: Path, columns: Columns, tokenizer: Mapping[str, Any]) -> None:
+    """Write the tokens of a part, its counts and its malformed lines to a file in the folder `partial`."""
+    counts = dict.fromkeys(COUNTS, 0)
     malformed: list[str] = []
 
     def documents() -> Iterator[Document]:
         for one in read_part(part, columns):
             if isinstance(one, Malformed):
                 counts["malformed"] += 1
-                malformed.append(one.describe())
+                if len(malformed) < KEPT:
+                    malformed.append(one.describe())
             elif one.is_empty:
                 counts["empty"] += 1
             else:
                 counts["documents"] += 1
                 yield one
 
-    return encode(documents(), tokenizer_from_dict(tokenizer)), counts, malformed[:KEPT]
+    encoded = encode(documents(), tokenizer_from_dict(tokenizer))
+    path = encoded_path(partial, index)
+    unfinished = path.with_suffix(".unfinished")
+    with unfinished.open("wb") as file:
+        np.savez(file, **encoded._asdict(), counts=list(counts.values()), malformed=np.array(malformed, dtype=str))
+    os.replace(unfinished, path)
 
 
-def encode_parts(
-    parts: Sequence[Part], processes: int, columns: Columns, tokenizer: Mapping[str, Any]
-) -> Iterator[tuple[Encoded, Counter[str], list[str]]]:
-    """What `encode_part` makes of each part, in their order; several processes work ahead."""
+def encode_parts(waiting: Mapping[int, Part], processes: int, *options: Any) -> Iterator[int]:
+    """Encode the parts `waiting`, by number; yields each number when its part is done.
+
+    `options` are the other arguments of `encode_part`.
+    """
     if processes <= 1:
-        for part in parts:
-            yield encode_part(part, columns, tokenizer)
+        for index, part in waiting.items():
+            encode_part(index, part, *options)
+            yield index
         return
     context = multiprocessing.get_context("spawn")  # forks would share this process's threads
     with ProcessPoolExecutor(processes, mp_context=context, initializer=_use_one_thread) as pool:
-        ahead: deque[Future[Any]] = deque()
-        for part in parts:
-            ahead.append(pool.submit(encode_part, part, columns, tokenizer))
-            if len(ahead) > 2 * processes:  # bounds the memory
-                yield ahead.popleft().result()
-        while ahead:
-            yield ahead.popleft().result()
+        running = {pool.submit(encode_part, index, part, *options): index for index, part in waiting.items()}
+        try:
+            for done in as_completed(running):
+                done.result()
+                yield running[done]
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def _use_one_thread() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def encoded_path(partial: Path, index: int) -> Path:
+    """The file of a part: the fields of `Encoded`, `counts` (the numbers of `COUNTS`) and `malformed`."""
+    return partial / f"{index:06}.npz"

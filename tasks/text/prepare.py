@@ -1,26 +1,31 @@
 """`longseq prepare`: text becomes a folder of tokens (see `longseq.tasks.text.store`).
 
-Processes encode the parts of the input in parallel, and one writes them in the order of the input, without duplicates.
+Processes encode the parts of the input in parallel, each part into a file below OUTPUT/.partial. When all parts are
+done, one process joins them in the order of the input, without duplicates. The same command continues an interrupted
+one.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from collections import Counter
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from filelock import FileLock
 from omegaconf import DictConfig
 
 from longseq.files import crc32_of
 from longseq.tasks.commands import Prepare
 from longseq.tasks.report import long_step, progress_bar, quiet_libraries, shorten
-from longseq.tasks.text.documents import KEPT, Fractions, encode_parts, hashes_of, split_numbers
+from longseq.tasks.text import documents
+from longseq.tasks.text.documents import Encoded, Fractions
 from longseq.tasks.text.sources import TEXT, Columns, Malformed, Part, find_parts, read_part
-from longseq.tasks.text.store import MANIFEST, SPLITS, TOKENIZER, VERSION, SplitWriter, file_types, stamp
+from longseq.tasks.text.store import MANIFEST, PARTIAL, SPLITS, TOKENIZER, VERSION, SplitWriter, file_types, stamp
 from longseq.tasks.text.tokenizer import Tokenizer, read_tokenizer, train_tokenizer, trained_size
 from longseq.tasks.training.configuration import command_word, read_command
 from longseq.tasks.training.system import usable_cores, write_text
@@ -74,55 +79,40 @@ def prepare(
 ) -> dict[str, Any]:
     """Write the tokens of `parts` to the folder `output`; returns its manifest.
 
-    `processes` read and encode, by default one for each core that this process can use. ValueError if the folder has
-    tokens already, or the input no document.
+    `processes` read and encode, by default one for each core that this process can use.
+
+    ValueError if the folder has tokens already or the input no document; filelock.Timeout if another process writes.
     """
     if (output / MANIFEST).exists():
         raise ValueError(f"{output} holds prepared tokens already")
-    output.mkdir(parents=True, exist_ok=True)
-    if (size := trained_size(tokenizer)) is not None:
-        with long_step("training the tokenizer"):
-            chosen: Tokenizer = train_tokenizer(_training_texts(parts, columns, fractions), size)
-    else:
-        chosen = read_tokenizer(tokenizer, separator)
-    has_prompts = columns.prompt is not None
-    types = file_types(chosen.vocab_size, prompts=has_prompts)
-    writers = {split: SplitWriter(output, split, types) for split in SPLITS}
-    counts: Counter[str] = Counter()
-    malformed: list[str] = []
-    seen: set[bytes] = set()  # the hashes of all documents
-    processes = min(processes or usable_cores(), len(parts))
-    with progress_bar("encoding", len(parts)) as advance:
-        for encoded, found, lines in encode_parts(parts, processes, columns, chosen.to_dict()):
-            counts += found
-            malformed += lines
-            kept = np.zeros(len(encoded.hashes), bool)  # of equal documents, the first
-            for index, row in enumerate(encoded.hashes):
-                digest = row.tobytes()
-                kept[index] = digest not in seen
-                seen.add(digest)
-            numbers = split_numbers(encoded.hashes, fractions)
-            for number, split in enumerate(SPLITS):
-                here = kept & (numbers == number)
-                prompts = {"prompts": encoded.prompts[here]} if has_prompts else {}
-                tokens = encoded.tokens[np.repeat(here, encoded.lengths)]
-                writers[split].add(tokens, encoded.lengths[here], encoded.byte_counts[here], **prompts)
-            advance(1)
-    if not seen:
-        raise ValueError(f"the input holds no document, {counts['malformed']} malformed lines: {malformed[:1]}")
-    manifest = {
-        **manifest_of(chosen, output),
-        "fractions": dict(fractions),
-        "counts": {
-            "documents": len(seen),
-            "duplicates": counts["documents"] - len(seen),
-            "empty": counts["empty"],
-            "malformed": counts["malformed"],
-        },
-        "splits": {split: writer.close() for split, writer in writers.items()},
-        "malformed": malformed[:KEPT],
-    }
-    write_text(output / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+    plan = json.dumps(plan_of(parts, columns, tokenizer, separator, fractions))
+    partial = output / PARTIAL / hashlib.sha256(plan.encode()).hexdigest()[:16]
+    partial.mkdir(parents=True, exist_ok=True)
+    with FileLock(output / PARTIAL / "lock", timeout=0):
+        choice = tokenizer
+        if (size := trained_size(tokenizer)) is not None:
+            choice = str(partial / TOKENIZER)
+            if not os.path.exists(choice):
+                with long_step("training the tokenizer"):
+                    trained = train_tokenizer(_training_texts(parts, columns, fractions), size)
+                write_text(Path(choice), trained.to_dict()["json"])
+        chosen = read_tokenizer(choice, separator if size is None else None)
+        waiting = {
+            index: part for index, part in enumerate(parts) if not documents.encoded_path(partial, index).exists()
+        }
+        processes = min(processes or usable_cores(), len(waiting))
+        with progress_bar("encoding", len(parts), done=len(parts) - len(waiting)) as advance:
+            for _ in documents.encode_parts(waiting, processes, partial, columns, chosen.to_dict()):
+                advance(1)
+        counts = dict(zip(documents.COUNTS, sum(_arrays(partial, len(parts), "counts")).tolist(), strict=True))
+        malformed = np.concatenate(_arrays(partial, len(parts), "malformed")).tolist()[: documents.KEPT]
+        if counts["documents"] == 0:
+            raise ValueError(f"the input holds no document, {counts['malformed']} malformed lines: {malformed[:1]}")
+        manifest = _join(len(parts), chosen, fractions, partial, output)
+        manifest["counts"] |= {name: counts[name] for name in ("empty", "malformed")}
+        manifest["malformed"] = malformed
+        write_text(output / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+    shutil.rmtree(output / PARTIAL)
     return manifest
 
 
@@ -154,11 +144,48 @@ def _training_texts(parts: Sequence[Part], columns: Columns, fractions: Fraction
         for document in read_part(parts[index], columns):
             if isinstance(document, Malformed) or document.is_empty:
                 continue
-            if split_numbers(hashes_of([document]), fractions)[0] == SPLITS.index("train"):
+            if documents.split_numbers(documents.hashes_of([document]), fractions)[0] == SPLITS.index("train"):
                 yield document.prompt + document.text
                 left -= len(document.text)
                 if left <= 0:
                     return
+
+
+def _arrays(partial: Path, count: int, name: str) -> list[Any]:
+    """One of the arrays of each part."""
+    found = []
+    for index in range(count):
+        with np.load(documents.encoded_path(partial, index)) as arrays:
+            found.append(arrays[name])
+    return found
+
+
+def _join(count: int, tokenizer: Tokenizer, fractions: Fractions, partial: Path, output: Path) -> dict[str, Any]:
+    """Write the files of all splits; returns the manifest."""
+    kept = documents.first_of_equal(np.concatenate(_arrays(partial, count, "hashes")))
+    has_prompts = any(prompts.any() for prompts in _arrays(partial, count, "prompts"))
+    types = file_types(tokenizer.vocab_size, prompts=has_prompts)
+    writers = {split: SplitWriter(output, split, types) for split in SPLITS}
+    done = 0
+    with progress_bar("joining", count) as advance:
+        for index in range(count):
+            with np.load(documents.encoded_path(partial, index)) as arrays:
+                encoded = Encoded(**{name: arrays[name] for name in Encoded._fields})
+            numbers = documents.split_numbers(encoded.hashes, fractions)
+            here = kept[done : done + len(numbers)]
+            done += len(numbers)
+            for number, split in enumerate(SPLITS):
+                chosen = here & (numbers == number)
+                prompts = {"prompts": encoded.prompts[chosen]} if has_prompts else {}
+                tokens = encoded.tokens[np.repeat(chosen, encoded.lengths)]
+                writers[split].add(tokens, encoded.lengths[chosen], encoded.byte_counts[chosen], **prompts)
+            advance(1)
+    return {
+        **manifest_of(tokenizer, output),
+        "fractions": dict(fractions),
+        "counts": {"documents": int(kept.sum()), "duplicates": int((~kept).sum())},
+        "splits": {split: writer.close() for split, writer in writers.items()},
+    }
 
 
 def manifest_of(tokenizer: Any, output: Path) -> dict[str, Any]:

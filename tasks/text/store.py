@@ -36,6 +36,7 @@ Tokens = npt.NDArray[np.unsignedinteger[Any]]
 VERSION = 1
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
+PARTIAL = ".partial"
 SPLITS = ("train", "validation", "test")
 STAGES = {"train": "train", "val": "validation", "test": "test"}  # the split of each stage of a run
 
