@@ -96,6 +96,9 @@ class DocumentData(TaskData):
         self._init, self._trained = init, trained
         self._is_fitted = False  # by the linear model
         self._source = sources.find(keys.source)
+        for name in (*sources.FILE_KEYS, "options"):
+            if getattr(keys, name) not in (None, {}) and name not in self._source.reads:
+                raise ValueError(f"data.{name} is not read by data.source={keys.source}")
         self._splits: dict[str, Split] = {}
         self._samplers: dict[tuple[int, ...], PackedSampler] = {}
         self._info: DocumentInfo | None = None

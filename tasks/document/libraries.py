@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from longseq.tasks.document.sources import Opened, Reader, Sample, Source, register
+from longseq.tasks.document.sources import TEXT_KEYS, Opened, Reader, Sample, Source, register
 from longseq.tasks.text.corpora import modules_of
 from longseq.tasks.text.sources import TEXT, Malformed, group_files, read_part
 from longseq.tasks.text.store import stamp
@@ -79,4 +79,4 @@ def _find() -> Reader:
     return Reader(lambda: _read(files), stamp=[_hash(_NAMES.pattern).hex(), *stamps])
 
 
-register("libraries", Source(lambda keys: Opened({"train": _find}), prepare=conceal))
+register("libraries", Source(lambda keys: Opened({"train": _find}), reads=TEXT_KEYS, prepare=conceal))

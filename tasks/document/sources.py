@@ -14,7 +14,7 @@ def read(keys):
 def numbers(keys):
     return Opened({"train": lambda: Reader(lambda: read(keys), stamp=[1000])}, vocab_size=10)
 
-register("numbers", Source(numbers))  # data.source=numbers
+register("numbers", Source(numbers, reads=("validation", "test")))  # data.source=numbers
 
 It has training documents only; data.validation and data.test are shares of them.
 """
@@ -72,11 +72,20 @@ class Opened:
 
 @dataclass(frozen=True)
 class Source:
-    """A source: the function that opens it, and what it does to each text, which `longseq predict` does, too."""
+    """A source: the function that opens it, and which optional keys of `data` it reads.
+
+    `reads` may name root, train, text_column, label_column, label_delimiter, tokenizer, separator, options; and
+    validation and test, where these can be shares of train. `longseq predict` calls `prepare` on each text, as the
+    source itself does.
+    """
 
     open: Callable[[DocumentDataKeys], Opened]
+    reads: tuple[str, ...] = ()
     prepare: Callable[[str], str] | None = None
 
+
+TEXT_KEYS = ("tokenizer", "separator", "validation", "test")
+FILE_KEYS = ("root", "train", "text_column", "label_column", "label_delimiter", *TEXT_KEYS)
 
 SOURCES: dict[str, Source] = {}
 
@@ -276,8 +285,8 @@ def _read_paths(root: Path, listing: list[Path], split: str) -> Iterator[Sample 
             yield Malformed(Place(str(file)), str(error))
 
 
-register("files", Source(_open_files))
-register("lra_listops", Source(_listops))
-register("lra_image", Source(_image))
-register("lra_retrieval", Source(_retrieval))
-register("lra_pathfinder", Source(_pathfinder))
+register("files", Source(_open_files, reads=FILE_KEYS))
+register("lra_listops", Source(_listops, reads=("options",)))
+register("lra_image", Source(_image, reads=("root",)))
+register("lra_retrieval", Source(_retrieval, reads=("root", "options")))
+register("lra_pathfinder", Source(_pathfinder, reads=("root",)))
