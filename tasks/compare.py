@@ -32,7 +32,6 @@ from longseq.tasks.training.configuration import resolve, spell_value, with_abso
 from longseq.tasks.training.system import write_text
 from longseq.tasks.training.words import with_length
 
-SAMPLES = "samples"  # generated samples, shared by all runs
 RESULTS_FILE, TABLE_FILE, PLOT_FILE = "results.json", "table.md", "plot.png"
 CURVES_FILE = "curves.png"
 
@@ -189,10 +188,7 @@ def _trial(
     content = json.dumps(with_absolute_root(config), sort_keys=True, default=str)
     label = "".join(letter if letter.isalnum() else "_" for letter in name.split()[0])
     folder = output / "runs" / f"{label}_{seed}_{hashlib.sha256(content.encode()).hexdigest()[:10]}"
-    own = [f"seed={seed}"]
-    if "draw_seed" in config["data"] and config["data"].get("cache") is None:
-        own.append(f"data.cache={spell_value(str(output / SAMPLES))}")
-    return Trial(name, setting, rate, seed, folder, _combine([*overrides, *own]), config)
+    return Trial(name, setting, rate, seed, folder, _combine([*overrides, f"seed={seed}"]), config)
 
 
 def _set(values: Mapping[str, Any]) -> list[str]:

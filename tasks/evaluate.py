@@ -101,18 +101,15 @@ def _evaluate_documents(keys: Evaluate, config: Mapping[str, Any], changes: Mapp
     output.parent.mkdir(parents=True, exist_ok=True)
     trainer = build_trainer(config)
     loaded = checkpoints.load(keys.checkpoint, weights=keys.weights, tasks=["lm"])
-    totals = score_documents(
-        loaded.backbone.to(trainer.strategy.root_device),  # type: ignore[arg-type]
-        TextInfo.from_dict(loaded.data).make_tokenizer(),
-        find_parts(inputs, columns),
-        columns,
-        output,
-        batch_size=changes.get("eval_batch_size", EVALUATION_BATCH),
-        context=trainer.precision_plugin.forward_context(),
-    )
-    metrics = totals.metrics()
-    rows = [(name, str(getattr(totals, name))) for name in ("documents", "tokens", "bytes")]
-    rows += [(name, f"{value:.4f}") for name, value in metrics.items()]
-    rows += [("left out", f"{count} {name}") for name in ("malformed", "empty") if (count := getattr(totals, name))]
+    with trainer.precision_plugin.forward_context():
+        found = score_documents(
+            loaded.backbone.to(trainer.strategy.root_device),  # type: ignore[arg-type]
+            TextInfo.from_dict(loaded.data).make_tokenizer(),
+            find_parts(inputs, columns),
+            columns,
+            output,
+            changes.get("eval_batch_size", EVALUATION_BATCH),
+        )
+    rows = [(name, f"{value:.4f}" if isinstance(value, float) else str(value)) for name, value in found.items()]
     print_rows([*rows, ("written", shorten(output))])
-    return metrics
+    return {name: value for name, value in found.items() if isinstance(value, float)}

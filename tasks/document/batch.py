@@ -1,13 +1,12 @@
 """Batches of documents: which documents make a batch, and their tokens, borders and classes.
 
-A loader yields `(DocumentInputs, targets)`. All documents of a packed batch lie end to end in one row:
+A loader yields `(DocumentInputs, targets)`. All documents of a batch lie end to end in one row:
 
     inputs, targets = batch
-    packing = Packing(inputs.cu_seqlens, inputs.tokens.shape[1], max_seqlen=inputs.max_seqlen)
-    logits = model(inputs.tokens, cu_seqlens=packing)                 # [N, classes]
+    logits = model(inputs.tokens, cu_seqlens=inputs.packing)          # [N, classes]
     loss = cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
 
-A batch may have more places (N) than documents, so that all packed batches have one shape and all processes have as
+A batch may have more places (N) than documents, so that all batches have one shape and all processes have as
 many batches. An empty place has the document number -1 and the target IGNORED, or zeros for labels.
 """
 
@@ -25,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
+from longseq.kernels.packing import Packing
 from longseq.tasks.data.sampler import BalancedDraw, UpdateSampler, derive_seed
 from longseq.tasks.text.batch import IGNORED as IGNORED
 from longseq.tasks.text.store import Corpus, Integers
@@ -33,17 +33,15 @@ Tokens = npt.NDArray[np.integer[Any]]
 
 _POOL = 256  # the next documents of the order, from which `pack` fills a row
 _SAMPLE = 10000  # the documents by which `row_count` chooses the length of rows
-_REAL = 0.96  # the least share of real tokens in a group of padded batches, see `group`
 
 
 class DocumentInputs(NamedTuple):
     """The documents of a batch with N places. Lightning moves the tensors to the device; numbers stay on the host.
 
-    tokens: int64, packed `[1, L]` with the token budget L, or padded `[N, T]` with a length T for each batch.
-    cu_seqlens: `[N + 1]` int32, the borders of N sequences in a packed row, documents first. Sequences of padding,
-        which are empty places, fill the row up to L. None for padded batches.
-    mask: `[N, T]` bool, True at the tokens of documents in padded batches; None for packed ones.
-    max_seqlen: an upper bound of the sequences' lengths; constant for packed batches of a loader, T for padded ones.
+    tokens: `[1, L]` int64, with the token budget L.
+    cu_seqlens: `[N + 1]` int32, the borders of N sequences in the row, documents first. Sequences of padding, which
+        are empty places, fill the row up to L.
+    max_seqlen: an upper bound of the sequences' lengths, the same for all batches of a loader.
     lengths, whole_lengths: `[N]` int64, tokens of each document after and before truncation; 0 in empty places.
     numbers: `[N]` int64, the number of each document in its split; -1 in empty places.
     units: documents in this batch on this process; may be 0 in a distributed evaluation.
@@ -51,14 +49,18 @@ class DocumentInputs(NamedTuple):
     """
 
     tokens: Tensor
-    cu_seqlens: Tensor | None
-    mask: Tensor | None
+    cu_seqlens: Tensor
     max_seqlen: int
     lengths: Tensor
     whole_lengths: Tensor
     numbers: Tensor
     units: int
     token_count: int
+
+    @property
+    def packing(self) -> Packing:
+        """The borders of the documents, for a model."""
+        return Packing(self.cu_seqlens, self.tokens.shape[1], max_seqlen=self.max_seqlen)
 
 
 # The inputs and the targets: `[N]` int64 class numbers, or for several labels `[N, C]` float32 of 0 and 1.
@@ -138,19 +140,18 @@ class Split(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """The documents of a batch by their numbers in the split; `length` of its padded rows, None if it is packed."""
+    """The documents of a batch by their numbers in the split."""
 
     documents: list[int]
     places: int
-    length: int | None = None
     epoch: int = 0
 
 
 class DocumentBatches(Dataset[tuple[DocumentInputs, Tensor, list[Any]]]):
     """Maps `Chosen` to inputs, targets, and the empty list of failures that loaders read.
 
-    `budget` is the row length of packed batches, and `longest` the length of their longest document. With the seed
-    `crops`, each epoch reads another window of a long document.
+    `budget` is the length of the rows, and `longest` of their longest document. With the seed `crops`, each epoch
+    reads another window of a long document.
     """
 
     def __init__(self, split: Split, budget: int, longest: int, *, crops: int | None = None) -> None:
@@ -168,19 +169,17 @@ class DocumentBatches(Dataset[tuple[DocumentInputs, Tensor, list[Any]]]):
         numbers, whole = np.full(places, -1, np.int64), np.zeros(places, np.int64)
         numbers[:count] = chosen.documents
         whole[:count] = self._whole_lengths[chosen.documents]
-        padding = self.split.separator or 0
-        cu_seqlens = mask = None
-        if chosen.length is None:
-            tokens, cu_seqlens = self._pack(documents, places, padding)
-        else:
-            mask = np.arange(chosen.length) < lengths[:, None]
-            tokens = np.full((places, chosen.length), padding, np.int64)
-            tokens[mask] = np.concatenate([*documents, np.zeros(0, np.int64)])
+        # The documents lie end to end, then sequences of padding.
+        tokens = np.full((1, self.budget), self.split.separator or 0, np.int64)
+        ends = np.cumsum([0, *map(len, documents)])
+        tokens[0, : ends[-1]] = np.concatenate([*documents, np.zeros(0, np.int64)])
+        fill = np.arange(ends[-1] + self.longest, self.budget, self.longest)
+        borders = np.full(places + 1, self.budget, np.int32)
+        borders[: len(ends) + len(fill)] = [*ends, *fill]
         inputs = DocumentInputs(
             tokens=torch.from_numpy(tokens),
-            cu_seqlens=None if cu_seqlens is None else torch.from_numpy(cu_seqlens),
-            mask=None if mask is None else torch.from_numpy(mask),
-            max_seqlen=chosen.length or self.longest,
+            cu_seqlens=torch.from_numpy(borders),
+            max_seqlen=self.longest,
             lengths=torch.from_numpy(lengths),
             whole_lengths=torch.from_numpy(whole),
             numbers=torch.from_numpy(numbers),
@@ -192,47 +191,33 @@ class DocumentBatches(Dataset[tuple[DocumentInputs, Tensor, list[Any]]]):
         targets[:count] = known[chosen.documents]
         return inputs, torch.from_numpy(targets), []
 
-    def _pack(self, documents: list[Tokens], places: int, padding: int) -> tuple[Tokens, npt.NDArray[np.int32]]:
-        """Documents end to end in `[1, budget]`, then sequences of padding; and the borders of all `[places + 1]`."""
-        tokens = np.full((1, self.budget), padding, np.int64)
-        ends = np.cumsum([0, *map(len, documents)])
-        tokens[0, : ends[-1]] = np.concatenate([*documents, np.zeros(0, np.int64)])
-        fill = np.arange(ends[-1] + self.longest, self.budget, self.longest)
-        borders = np.full(places + 1, self.budget, np.int32)
-        borders[: len(ends) + len(fill)] = [*ends, *fill]
-        return tokens, borders
 
+class PackedSampler(UpdateSampler[Chosen]):
+    """Yields documents that fill rows (see `pack`); `batch_size` is the token budget of a device.
 
-class DocumentSampler(UpdateSampler[Chosen]):
-    """Yields the documents of each training batch; `batch_size` is the token budget of a device.
-
-    `lengths` are the tokens of each document after truncation. ValueError for a document longer than the budget.
-    """
-
-    def __init__(self, lengths: Integers, batch_size: int, *, seed: int, **place: int) -> None:
-        super().__init__(batch_size, seed=seed, **place)
-        self.lengths = lengths
-        self.num_samples = len(lengths)
-        self.tokens_per_epoch = int(lengths.sum())
-        self.longest = int(lengths.max())
-        if self.longest > batch_size:
-            raise ValueError(f"the longest training document has {self.longest} tokens, and a batch holds {batch_size}")
-
-
-class PackedSampler(DocumentSampler):
-    """Yields documents that fill rows (see `pack`).
-
-    An effective batch consists of rows of equal length, which devices and accumulated batches share; their number
-    depends only on its size and the documents' lengths. Each epoch packs all documents anew, in its own order, and
-    leaves out the last rows if they do not fill an effective batch. With `classes [N]` an epoch draws as many
-    documents, each class equally often (see `longseq.tasks.data.sampler.BalancedSampler`). ValueError for fewer tokens
+    `lengths` are the tokens of each document after truncation. An effective batch consists of rows of equal length,
+    which devices and accumulated batches share; their number depends only on its size and the documents' lengths. Each
+    epoch packs all documents anew, in its own order, and leaves out the last rows if they do not fill an effective
+    batch. With `classes [N]` an epoch draws as many documents, each class equally often (see
+    `longseq.tasks.data.sampler.BalancedSampler`). ValueError for a document longer than the budget, for fewer tokens
     than an update needs, and for rows that do not divide evenly.
     """
 
     def __init__(
-        self, lengths: Integers, batch_size: int, *, classes: npt.NDArray[np.int64] | None = None, **place: int
+        self,
+        lengths: Integers,
+        batch_size: int,
+        *,
+        seed: int,
+        classes: npt.NDArray[np.int64] | None = None,
+        **place: int,
     ) -> None:
-        super().__init__(lengths, batch_size, **place)  # type: ignore[arg-type]
+        super().__init__(batch_size, seed=seed, **place)
+        self.lengths = lengths
+        self.num_samples = len(lengths)
+        self.longest = int(lengths.max())
+        if self.longest > batch_size:
+            raise ValueError(f"the longest training document has {self.longest} tokens, and a batch holds {batch_size}")
         self._balanced = None if classes is None else BalancedDraw(classes)
         effective = self.effective_batch_size
         self.rows = row_count(lengths, effective)
@@ -262,7 +247,7 @@ class PackedSampler(DocumentSampler):
 
         def give(update: int, part: int) -> Chosen:
             own = rows[update * self.rows + part : (update + 1) * self.rows : self.parts]
-            return Chosen([number for row in own for number in row], self.places, epoch=epoch)
+            return Chosen([number for row in own for number in row], self.places, epoch)
 
         return give
 
@@ -275,79 +260,35 @@ class PackedSampler(DocumentSampler):
         return list(pack(self.lengths, order, self.row, self.slots))
 
 
-class PaddedSampler(DocumentSampler):
-    """Yields documents of similar lengths, in groups that `group` makes.
-
-    An epoch reads each document once. It shuffles the documents of each group, and then the batches of all groups. An
-    effective batch holds up to its token budget with padding; devices and accumulated batches take every n-th document.
-    """
-
-    def __init__(self, lengths: Integers, batch_size: int, **place: int) -> None:
-        super().__init__(lengths, batch_size, **place)  # type: ignore[arg-type]
-        self._order = np.argsort(-lengths, kind="stable")
-        self._groups = group(lengths[self._order], self.effective_batch_size)
-
-    @property
-    def updates(self) -> int:
-        return sum(-(-(one.stop - one.start) // one.rows) for one in self._groups)
-
-    def shuffle(self) -> Callable[[int, int], Chosen]:
-        epoch = self.epoch
-        random = np.random.default_rng(derive_seed(self.seed, epoch))
-        batches: list[tuple[Group, Any]] = []
-        for one in self._groups:
-            order = random.permutation(self._order[one.start : one.stop])
-            batches += [(one, order[at : at + one.rows]) for at in range(0, len(order), one.rows)]
-        turns = random.permutation(len(batches))
-
-        def give(update: int, part: int) -> Chosen:
-            one, numbers = batches[turns[update]]
-            return Chosen(numbers[part :: self.parts].tolist(), -(-one.rows // self.parts), one.length, epoch)
-
-        return give
-
-
 class EveryDocument(Sampler[Chosen]):
     """Yields batches of up to `budget` tokens: each document once over all ranks, and as many batches on each rank.
 
     Some ranks may end with a batch without documents. ValueError for a document longer than the budget.
     """
 
-    def __init__(self, lengths: Integers, budget: int, *, packed: bool, rank: int = 0, world_size: int = 1) -> None:
+    def __init__(self, lengths: Integers, budget: int, *, rank: int = 0, world_size: int = 1) -> None:
         self.budget, self.rank, self.world_size = budget, rank, world_size
-        self._lengths, self._packed = lengths, packed
+        self._lengths = lengths
         self.longest = int(lengths.max())
         if self.longest > budget:
             raise ValueError(f"the longest document to evaluate has {self.longest} tokens, and a batch holds {budget}")
         self._slots = slots_of(lengths, budget)
         self._places = self._slots + -(-budget // self.longest)  # with sequences of padding
-        if packed:
-            # A fixed random order mixes the classes of sorted files.
-            order = np.random.default_rng(0).permutation(len(lengths)).tolist()
-            self._batches = [Chosen(row, self._places) for row in pack(lengths, order, budget, self._slots)]
-        else:
-            order = np.argsort(-lengths, kind="stable")
-            self._batches = [
-                Chosen(order[at : min(at + one.rows, one.stop)].tolist(), one.rows, one.length)
-                for one in group(lengths[order], budget)
-                for at in range(one.start, one.stop, one.rows)
-            ]
+        # A fixed random order mixes the classes of sorted files.
+        order = np.random.default_rng(0).permutation(len(lengths)).tolist()
+        self._batches = [Chosen(row, self._places) for row in pack(lengths, order, budget, self._slots)]
 
     def keep_order(self) -> None:
         """Read the documents in the order of the split, for predictions: rank r of n has every n-th batch from r on."""
         rows: list[list[int]] = [[]]
-        tokens = longest = 0
+        free = self.budget
         for number, length in enumerate(self._lengths.tolist()):
-            tokens, longest, count = tokens + length, max(longest, length), len(rows[-1])
-            size = tokens if self._packed else longest * (count + 1)
-            if size > self.budget or (self._packed and count == self._slots):
+            if length > free or len(rows[-1]) == self._slots:
                 rows.append([])
-                tokens, longest = length, length
+                free = self.budget
             rows[-1].append(number)
-        if self._packed:
-            self._batches = [Chosen(row, self._places) for row in rows]
-        else:
-            self._batches = [Chosen(row, len(row), int(self._lengths[row].max())) for row in rows]
+            free -= length
+        self._batches = [Chosen(row, self._places) for row in rows]
 
     def __len__(self) -> int:
         return -(-len(self._batches) // self.world_size)
@@ -372,7 +313,8 @@ def row_count(lengths: Integers, budget: int, most: int = 1024) -> int:
             continue
         row = budget // count
         rows = list(pack(sample, range(len(sample)), row, slots_of(sample, row)))
-        share = real_share(sample, rows[:-1] or rows, row)  # the last row holds the rest
+        full = rows[:-1] or rows  # the last row holds the rest
+        share = float(sum(sample[one].sum() for one in full)) / (len(full) * row)
         if share > fullest:
             best, fullest = count, share
         if share >= 0.95:
@@ -421,44 +363,3 @@ def pack(lengths: Integers, order: Sequence[int], row: int, slots: int) -> Itera
         while arrivals and arrivals[0][1] in gone:
             gone.remove(arrivals.popleft()[1])
         yield taken
-
-
-class Group(NamedTuple):
-    """Documents `order[start:stop]` of similar lengths, in batches of `rows` documents padded to `length` tokens."""
-
-    start: int
-    stop: int
-    rows: int
-    length: int
-
-
-def group(lengths: Integers, budget: int) -> list[Group]:
-    """Groups of documents, sorted from long to short, for padded batches of at most `budget` tokens.
-
-    A group has 8, 4, 2 or 1 batches, the most that keep padding to at most 4 % of the tokens. If one batch has more
-    padding, it becomes smaller, down to 8 documents. Larger batches have a multiple of 8, so that devices share evenly.
-    """
-    found: list[Group] = []
-    start = 0
-    while start < len(lengths):
-        longest = int(lengths[start])
-        most = min(_even(budget // longest), len(lengths) - start)
-        choices = [(batches, most) for batches in (8, 4, 2, 1)]
-        while (most := _even(most // 2)) >= 8:
-            choices.append((1, most))
-        for batches, rows in choices:
-            stop = min(start + batches * rows, len(lengths))
-            if lengths[start:stop].sum() >= _REAL * -(-(stop - start) // rows) * rows * longest:
-                break
-        found.append(Group(start, stop, rows, longest))
-        start = stop
-    return found
-
-
-def _even(rows: int) -> int:
-    return rows - rows % 8 if rows > 8 else rows
-
-
-def real_share(lengths: Integers, rows: Sequence[Sequence[int]], row: int) -> float:
-    """The share of the tokens of rows that documents fill."""
-    return float(sum(lengths[one].sum() for one in map(np.asarray, rows))) / (len(rows) * row)

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from longseq.tasks.config import Choice, ClassifierGroup, Count, Keys, Share, TaskKeys, key
+from longseq.tasks.config import Choice, ClassifierGroup, Count, Keys, Share, TaskKeys, key, spell
 from longseq.tasks.data.info import Info
 from longseq.tasks.data.labels import ClassWeights, Sampling, check_label_keys
 from longseq.tasks.text.tokenizer import Tokenizer, tokenizer_from_dict
@@ -55,7 +55,6 @@ class DocumentDataKeys(Keys):
     )
     label_delimiter: str | None = key(None, "separates several labels in a cell of text")
     multi_label: bool = key(False, "true: a document has any number of labels")
-    on_bad_line: Literal["skip", "stop"] = key("skip", "what to do with a document that cannot be read")
     duplicates: Literal["report", "drop"] = key("report", "documents in two splits: report, or drop them from training")
     options: dict[str, Any] = key({}, "of a registered source")
     tokenizer: str | None = key(
@@ -73,9 +72,6 @@ class DocumentDataKeys(Keys):
     gradient_segments: Count | None = key(None, "gradients go through so many last segments; null: all")
     class_weights: ClassWeights = key("none", "balanced, a list, or {NAME: NUMBER}: weights of classes in the loss")
     sampling: Sampling = key(None, "balanced: an epoch draws each class equally often")
-    packing: Literal["packed", "padded"] = key(
-        "packed", "packed: documents end to end; padded: rows of similar lengths"
-    )
     cache: str | None = key(None, "the folder of prepared text; null: longseq/text in XDG_CACHE_HOME")
     check: bool = key(True, "compare the checksums of the cache's files")
     eval_batch_size: Count | None = key(None, "tokens at a time; null: the training batch, or the longest document")
@@ -94,8 +90,6 @@ class DocumentDataKeys(Keys):
             raise ValueError("gradient_segments needs segment=TOKENS")
         if sum(value for value in (self.validation, self.test) if isinstance(value, float)) >= 1:
             raise ValueError("validation and test must be less than 1 together")
-        if self.sampling is not None and self.packing == "padded":
-            raise ValueError("sampling=balanced needs packing=packed")
         check_label_keys(self.multi_label, self.label_column, self.label_delimiter)
         return self
 
@@ -191,7 +185,10 @@ class DocumentKeys(TaskKeys):
             return Choice(values, "")
         if crops and _carries_state(settle(config, Choice(values, "")), info):
             values |= {"data.truncation": "none", "data.segment": SEGMENT}
-        return Choice(values, _explain(settle(config, Choice(values, "")), documents, tokens))
+        settled = settle(config, Choice(values, ""))
+        chosen = (key.split(".") for key in values if value_of(config, key, AUTO) == AUTO)
+        described = ", ".join(f"{group}.{name}={spell(settled[group][name])}" for group, name in chosen)
+        return Choice(values, f"recipe {recipe['name']} for {documents:,} documents of {tokens:,} tokens: {described}")
 
 
 def _carries_state(config: Mapping[str, Any], info: DocumentInfo) -> bool:
@@ -204,20 +201,6 @@ def _carries_state(config: Mapping[str, Any], info: DocumentInfo) -> bool:
     with torch.device("meta"):
         obstacle = find_obstacle(DocumentModel().build(config, info))
     return config["model"]["name"] == LINEAR or (obstacle is None and config["trainer"].get("strategy") != "fsdp")
-
-
-def _explain(config: Mapping[str, Any], documents: int, tokens: int) -> str:
-    """The choice in one line."""
-    data, model, recipe = config["data"], config["model"], config["recipe"]
-    most, ngrams = data["max_length"], model.get("hashed_ngrams") or 1
-    reading = "whole documents" if most is None else f"{most:,} tokens of a document"
-    reading += ", at random places in training" if data["random_crops"] else ""
-    reading += ", whole ones in evaluation" if most is not None and data["truncation"] == "none" else ""
-    length = next((f"{recipe[unit]:,} {unit}" for unit in ("updates", "tokens", "epochs") if recipe.get(unit)), "")
-    return (
-        f"recipe {recipe['name']} for {documents:,} documents of {tokens:,} tokens: {reading}; n-grams of {ngrams} "
-        f"tokens; batch {recipe['batch_size']:,} tokens, {length}, learning rate {recipe['learning_rate']}"
-    )
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import logging
@@ -23,7 +24,7 @@ from longseq.tasks.data.loader import BatchLoader, TrainingLoader, find_place, f
 from longseq.tasks.data.module import TaskData, refuse_larger_shares, same_root
 from longseq.tasks.document import libraries as _libraries  # noqa: F401  registers its source
 from longseq.tasks.document import sources
-from longseq.tasks.document.batch import DocumentBatches, EveryDocument, PackedSampler, PaddedSampler, Split
+from longseq.tasks.document.batch import DocumentBatches, EveryDocument, PackedSampler, Split
 from longseq.tasks.document.config import DocumentDataKeys, DocumentInfo
 from longseq.tasks.document.inputs import DocumentFiles
 from longseq.tasks.document.model import LINEAR
@@ -63,7 +64,7 @@ class DocumentData(TaskData):
 
     `validation` and `test` are files, or shares of the training documents, stratified by label (see `divide`). A
     warning counts the documents that are in two splits; `duplicates=drop` removes them from the earlier one of train,
-    validation and test. Unreadable documents are left out and listed, or with `on_bad_line=stop` an error.
+    validation and test. Unreadable documents are left out and listed.
     `sampling=balanced` draws each class equally often, and documents of several labels by the rarest one.
 
     `tokenizer=train:SIZE` is trained on the training documents. Batch sizes count tokens. The documents of a batch are
@@ -93,9 +94,13 @@ class DocumentData(TaskData):
         self.seed = seed
         self._wanted = [STAGES[stage] for stage in stages]
         self._init, self._trained = init, trained
-        self._source = sources.find(keys)
+        self._is_fitted = False  # by the linear model
+        self._source = sources.find(keys.source)
+        for name in (*sources.FILE_KEYS, "options"):
+            if getattr(keys, name) not in (None, {}) and name not in self._source.reads:
+                raise ValueError(f"data.{name} is not read by data.source={keys.source}")
         self._splits: dict[str, Split] = {}
-        self._counts: dict[tuple[int, ...], tuple[int, int]] = {}  # see `_count_epoch`
+        self._samplers: dict[tuple[int, ...], PackedSampler] = {}
         self._info: DocumentInfo | None = None
 
     @classmethod
@@ -112,12 +117,12 @@ class DocumentData(TaskData):
         for stage, split in self._splits.items():
             self._splits[stage] = split._replace(max_length=keys.max_length, truncation=keys.truncation)
         longest = self.split("train").longest
-        if config["model"]["name"] == LINEAR:
-            # The fit reads the documents by itself; a batch only has to hold each of them.
-            keys = keys.model_copy(update={"packing": "padded", "sampling": None, "random_crops": False})
-            batch_size = max(batch_size, longest)
+        self._is_fitted = config["model"]["name"] == LINEAR
+        if self._is_fitted:
+            keys = keys.model_copy(update={"sampling": None, "random_crops": False})
+            batch_size = max(batch_size, longest)  # which holds each document
         self.keys, self.batch_size, self.eval_batch_size = keys, batch_size, keys.eval_batch_size or batch_size
-        self._info = replace(self.info, window=longest, **self._reading)
+        self._info, self._samplers = replace(self.info, window=longest, **self._reading), {}
 
     @classmethod
     def for_evaluation(
@@ -165,20 +170,12 @@ class DocumentData(TaskData):
 
     @property
     def batches_per_epoch(self) -> int:
-        return self._count_epoch()[0]
+        return len(self._sample())
 
     @property
     def tokens_per_epoch(self) -> int:
         """Tokens of the training documents that an epoch reads, after truncation."""
-        return self._count_epoch()[1]
-
-    def _count_epoch(self) -> tuple[int, int]:
-        """The batches and tokens of an epoch, counted once, since this packs all documents."""
-        place = (self.batch_size, *find_place(self.trainer))
-        if place not in self._counts:
-            sampler = self._sample(**find_place(self.trainer)._asdict())
-            self._counts[place] = len(sampler), sampler.tokens_per_epoch
-        return self._counts[place]
+        return self._sample().tokens_per_epoch
 
     def split(self, stage: str) -> Split:
         """The documents of train, val or test; available after `setup`."""
@@ -200,7 +197,10 @@ class DocumentData(TaskData):
             numbers |= divide(found["train"], fractions, multi_label=self.keys.multi_label)
             found |= {name: found["train"] for name in fractions}
         found = {name: one for name, one in found.items() if name in wanted}
-        self._report_left_out(found)
+        for folder, count in {one.folder: one.left_out for one in found.values() if one.left_out}.items():
+            path = folder / _LEFT_OUT
+            first = "; ".join(path.read_text(encoding="utf-8").splitlines()[:3])
+            _warn(f"{count} documents cannot be read and are left out ({path}): {first}")
         self._find_repeats(found, numbers)
         for name in found:
             if not len(numbers[name]):
@@ -208,7 +208,7 @@ class DocumentData(TaskData):
         self._finish(found, numbers, tokenizer)
 
     def train_dataloader(self) -> TrainingLoader:
-        sampler = self._sample(**find_place(self.trainer)._asdict())
+        sampler = copy.copy(self._sample())  # the loader counts epochs in it
         crops = self.seed if self.keys.random_crops else None
         return TrainingLoader(
             DocumentBatches(self._splits["train"], self.batch_size, sampler.longest, crops=crops),  # type: ignore[arg-type]
@@ -229,8 +229,7 @@ class DocumentData(TaskData):
         lengths = self._splits[stage].lengths
         # Without a chosen budget, a document may be longer than a training batch.
         budget = self.keys.eval_batch_size or max(self.batch_size, int(lengths.max()))
-        packed = self.keys.packing == "packed"
-        sampler = EveryDocument(lengths, budget, packed=packed, rank=rank, world_size=world_size)
+        sampler = EveryDocument(lengths, budget, rank=rank, world_size=world_size)
         return BatchLoader(
             DocumentBatches(self._splits[stage], budget, sampler.longest),  # type: ignore[arg-type]
             sampler,  # type: ignore[arg-type]
@@ -238,13 +237,17 @@ class DocumentData(TaskData):
             pin_memory=self.keys.pin_memory and torch.cuda.is_available(),
         )
 
-    def _sample(self, **place: int) -> PackedSampler | PaddedSampler:
-        train = self._splits["train"]
-        lengths = np.minimum(train.lengths, self.keys.max_length) if self.keys.random_crops else train.lengths  # type: ignore[arg-type]
-        if self.keys.packing == "padded":
-            return PaddedSampler(lengths, self.batch_size, seed=self.seed, **place)
-        classes = None if self.keys.sampling is None else rarest_labels(train.targets)
-        return PackedSampler(lengths, self.batch_size, classes=classes, seed=self.seed, **place)
+    def _sample(self) -> PackedSampler:
+        """The sampler of training, made once for each place, since it packs all documents."""
+        place, train = find_place(self.trainer), self._splits["train"]
+        if (key := (self.batch_size, *place)) not in self._samplers:
+            lengths = np.minimum(train.lengths, self.keys.max_length) if self.keys.random_crops else train.lengths  # type: ignore[arg-type]
+            if self._is_fitted:  # the fit reads the documents by itself: a batch may have any one of them
+                lengths = np.full_like(lengths, self.batch_size)
+            options = {"seed": self.seed, **place._asdict()}
+            classes = None if self.keys.sampling is None else rarest_labels(train.targets)
+            self._samplers[key] = PackedSampler(lengths, self.batch_size, classes=classes, **options)
+        return self._samplers[key]
 
     def _fractions(self, given: Collection[str]) -> dict[str, float]:
         """The shares of training documents for the splits that the source does not have."""
@@ -296,16 +299,6 @@ class DocumentData(TaskData):
         manifest = json.loads((folder / store.MANIFEST).read_text(encoding="utf-8"))
         sets = [tuple(one) for one in manifest["label_sets"]]
         return Labelled(opened.splits[_DOCUMENTS], sets, manifest["left_out"], folder)
-
-    def _report_left_out(self, found: Mapping[str, Labelled]) -> None:
-        """Warn of unreadable documents; with `on_bad_line=stop` they are a ValueError."""
-        for folder, count in {one.folder: one.left_out for one in found.values() if one.left_out}.items():
-            path = folder / _LEFT_OUT
-            first = "; ".join(path.read_text(encoding="utf-8").splitlines()[:3])
-            message = f"{count} documents cannot be read and are left out ({path}): {first}"
-            if self.keys.on_bad_line == "stop":
-                raise ValueError(message)
-            _warn(message)
 
     def _find_repeats(self, found: Mapping[str, Labelled], numbers: dict[str, Integers]) -> None:
         """Warn of documents that a later split has too; with `duplicates=drop` remove them from `numbers`."""
@@ -376,7 +369,7 @@ class DocumentData(TaskData):
             ),
             source=keys.source,
             source_plugin=plugin_of(self._source.open) or plugin_of(prepare),
-            preparation=None if prepare is None else sources.describe_preparation(keys.source, prepare),
+            preparation=None if prepare is None else f"{prepare.__module__}.{prepare.__qualname__}",
             sizes=sizes,
             checksums=checksums,
             tokens=int(train.whole_lengths.sum()),
@@ -460,7 +453,6 @@ def _write(reader: Reader, tokenizer: Tokenizer | Bare, folder: Path) -> None:
     (folder / _LEFT_OUT).write_text("".join(f"{line}\n" for line in left_out), encoding="utf-8")
     manifest = {
         **manifest_of(tokenizer, folder),
-        "gzip_bits_per_byte": None,
         "splits": {_DOCUMENTS: writer.close()},
         "label_sets": list(numbers),
         "left_out": len(left_out),
@@ -477,7 +469,7 @@ def _encode(batch: list[Sample], tokenizer: Tokenizer | Bare) -> tuple[Any, Any,
         hashes = np.frombuffer(b"".join(digests), "<u8").reshape(-1, 2)
         return np.concatenate(documents), lengths, np.zeros_like(lengths), hashes
     texts = (Document(str(one.document), place=one.place) for one in batch)
-    encoded = encode(texts, tokenizer, {"validation": 0.0, "test": 0.0})
+    encoded = encode(texts, tokenizer)
     return encoded.tokens, encoded.lengths, encoded.byte_counts, encoded.hashes
 
 

@@ -17,7 +17,17 @@ from longseq.tasks.data.module import Inputs, Predict, Prediction, Unreadable, d
 from longseq.tasks.document.batch import truncate
 from longseq.tasks.document.config import DocumentInfo
 from longseq.tasks.document.sources import preparation_of
-from longseq.tasks.text.sources import TEXT, Columns, Malformed, Part, files_below, find_parts, is_saved, read_parts
+from longseq.tasks.text.sources import (
+    STREAM,
+    TEXT,
+    Columns,
+    Malformed,
+    Part,
+    files_below,
+    find_parts,
+    is_saved,
+    read_parts,
+)
 from longseq.tasks.text.store import token_type
 from longseq.tasks.text.tokenizer import Tokenizer
 
@@ -55,8 +65,8 @@ class DocumentFiles(Inputs):
     def open(cls, path: str, info: DocumentInfo, keys: Predict) -> DocumentFiles:
         columns = Columns(keys.column or info.text_column or TEXT.text)
         # Listed here, so that files of all formats keep their order.
-        inputs = list(files_below(Path(path))) if Path(path).is_dir() and not is_saved(Path(path)) else [path]
-        return cls(find_parts(inputs, columns), columns, info, info.make_tokenizer())
+        inputs = [] if path.startswith(STREAM) or is_saved(Path(path)) else list(files_below(Path(path)))
+        return cls(find_parts(inputs or [path], columns), columns, info, info.make_tokenizer())
 
     def predict(self, model: nn.Module, keys: Predict) -> Iterator[Prediction | Unreadable]:
         most = keys.segment or self.info.segment or SEGMENT
@@ -85,11 +95,11 @@ class DocumentFiles(Inputs):
             assert one.place is not None
             path, details = one.place.path, {"document": number}
             if isinstance(one, Malformed):
-                yield Unreadable(path, _without(path, one.describe()), details)
+                yield Unreadable(path, one.describe(), details)
                 continue
             text = one.text if self._prepare is None else self._prepare(one.text)
             if not text.strip():
-                yield Unreadable(path, _without(path, f"{one.place.describe()}: empty"), details)
+                yield Unreadable(path, f"{one.place.describe()}: empty", details)
                 continue
             tokens = np.concatenate([begin, self.tokenizer.encode(text).astype(dtype)])
             kept = truncate(tokens, info.max_length, truncation, info.separator)
@@ -111,8 +121,3 @@ class DocumentFiles(Inputs):
             logits = model(tokens.to(device, torch.long), cu_seqlens=Packing(borders, device=device))
         places = ((document.path, document.details) for document in documents)
         yield from predictions_of(places, logits, self.info, top_k or len(self.info.class_names))
-
-
-def _without(path: str, description: str) -> str:
-    """A description without the path, which has its own column."""
-    return description.removeprefix(path).lstrip(",: ")

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from longseq.tasks.document.sources import TEXT_KEYS, Opened, Reader, Sample, Source, register
 from longseq.tasks.text.corpora import modules_of
@@ -48,9 +49,7 @@ def find_files() -> dict[str, list[str]]:
     """The files of each library, in the order of their paths."""
     found = {}
     for name in LIBRARIES:
-        spec = importlib.util.find_spec(name)
-        assert spec is not None
-        assert spec.submodule_search_locations
+        spec: Any = importlib.util.find_spec(name)
         root = spec.submodule_search_locations[0]
         files = sorted(path for path in modules_of(root) if os.path.getsize(path) >= _SHORTEST)
         # Hashes of the paths below the library's folder select the same files on every machine.

@@ -13,7 +13,6 @@ from torch.nn import functional
 from longseq.backbones.classifier import TextClassifier
 from longseq.backbones.document_pairs import PairClassifier
 from longseq.backbones.linear_text import LinearTextClassifier
-from longseq.backbones.tokens import TokenBackbone
 from longseq.tasks.document.batch import Split
 from longseq.tasks.document.config import DocumentInfo, DocumentModelKeys, LinearModelKeys
 from longseq.tasks.training.checkpoint import Loaded
@@ -22,9 +21,7 @@ from longseq.tasks.training.model import TaskModel, note
 from longseq.tasks.training.token_model import (
     body_like,
     build_seeded,
-    check_alike,
     check_tokenizer,
-    have_one_tokenizer,
 )
 
 # The values of `config.model.name`.
@@ -71,33 +68,19 @@ class DocumentModel(TaskModel):
             raise ValueError(f"init={loaded.path}: a linear model is neither an init nor starts from one")
         check_tokenizer(loaded, info.tokenizer)
         is_classifier = isinstance(trained, TextClassifier)
-        body: TokenBackbone = trained.body if is_classifier else trained
-        # `load_body` checks these itself.
-        check_alike(
-            model.body, body, ignored=("vocab_size", "tie_embeddings", "direction", "share_directions", "merge")
-        )
-        model.load_body(body)
-        new = []
-        if type(trained) is type(model) and loaded.data.get("class_names") == info.class_names:
-            model.head.load_state_dict(trained.head.state_dict())
-        else:
-            new.append("head")
-        if is_classifier and trained.pooling.kind == model.pooling.kind:
-            model.pooling.load_state_dict(trained.pooling.state_dict())
-        elif is_classifier:
-            new.append("pooling")
-        own, theirs = model.ngrams, trained.ngrams if is_classifier else None
-        if own is not None and theirs is not None and (own.longest, own.buckets) == (theirs.longest, theirs.buckets):
-            own.load_state_dict(theirs.state_dict())
-        elif own is not None:
-            new.append("n-grams")
-        if new:
+        model.load_body(trained.body if is_classifier else trained)
+        own, theirs = model.ngrams, getattr(trained, "ngrams", None)
+        fits = {
+            "head": type(trained) is type(model) and loaded.data.get("class_names") == info.class_names,
+            "pooling": is_classifier and trained.pooling.kind == model.pooling.kind,
+            "ngrams": own is not None
+            and theirs is not None
+            and (own.longest, own.buckets) == (theirs.longest, theirs.buckets),
+        }
+        for name in (name for name, copied in fits.items() if copied):
+            getattr(model, name).load_state_dict(getattr(trained, name).state_dict())
+        if new := [name for name, copied in fits.items() if not copied and getattr(model, name) is not None]:
             note(model, f"new beside the weights of {loaded.path}: {', '.join(new)}")
-
-    def check_reads(self, model: Any, trained: DocumentInfo, found: DocumentInfo) -> None:
-        """ValueError if a model that was trained on documents of `trained` cannot read documents of `found`."""
-        if found.vocab_size != trained.vocab_size or not have_one_tokenizer(found.tokenizer, trained.tokenizer):
-            raise ValueError("the data has another tokenizer than the model was trained with")
 
 
 def read_documents(split: Split) -> Iterator[tuple[Sequence[int], Any]]:
@@ -133,19 +116,15 @@ def fit_linear(
     fits = [_regress(values, np.asarray(targets), info, strength) for strength in keys.inverse_regularization]
     if len(fits) > 1:
         held = vectorizer.transform(read(validation, wanted))
-        fits.sort(key=lambda fit: _loss(held @ fit[0] + fit[1], np.asarray(wanted)))
+        loss = functional.binary_cross_entropy_with_logits if info.multi_label else functional.cross_entropy
+        expected = torch.from_numpy(np.asarray(wanted))
+        fits.sort(key=lambda fit: float(loss(torch.from_numpy(held @ fit[0] + fit[1]), expected)))
     coefficients, bias = fits[0]
     with torch.no_grad():
         model.inverse_frequency.copy_(torch.from_numpy(vectorizer.idf_))
         model.coefficients.copy_(torch.from_numpy(coefficients))
         model.bias.copy_(torch.from_numpy(bias))
     return model
-
-
-def _loss(logits: np.ndarray, targets: np.ndarray) -> float:
-    """The mean loss of logits `[N, C]` for classes `[N]`, or for labels `[N, C]`."""
-    loss = functional.binary_cross_entropy_with_logits if targets.ndim == 2 else functional.cross_entropy
-    return float(loss(torch.from_numpy(logits), torch.from_numpy(targets)))
 
 
 def _regress(values: Any, targets: np.ndarray, info: DocumentInfo, strength: float) -> tuple[np.ndarray, np.ndarray]:

@@ -29,7 +29,7 @@ from longseq.tasks.training.token_model import PluginMixers
 
 
 class DocumentTask(ClassifierModule):
-    """Trains and measures a classifier on documents, packed or padded; `read_batch` lists the batches that it reads.
+    """Trains and measures a classifier on documents; `read_batch` lists the batches that it reads.
 
     The loss of a document is the cross-entropy of its class, or the mean of the binary cross-entropies of all labels.
     An update minimises `train/loss`, the mean over all of its documents. The `class_weights` of `info` multiply the
@@ -38,7 +38,7 @@ class DocumentTask(ClassifierModule):
     label towards 1/2. Losses of validation and test have neither.
 
     Logs `train/{loss,lr}`, `{val,test}/loss` and `{val,test}/METRIC` for the metrics of
-    `longseq.tasks.document.report.make_scores`, and in a test `test/METRIC_q1` to `test/METRIC_q4` for the quarters of
+    `longseq.tasks.document.report.measure`, and in a test `test/METRIC_q1` to `test/METRIC_q4` for the quarters of
     the documents by length.
     `chosen_metrics` and `metric` add others, as `task.metrics` and `task.metric` do. `threshold` is explained in
     `ClassifierModule`; by default the thresholds are in `info`. After a test, `documents_by_length` counts the
@@ -110,16 +110,14 @@ class DocumentTask(ClassifierModule):
         """A batch of longseq's loaders, or one made from tokens `[N, T]` and classes `[N]` or labels `[N, C]`.
 
         The latter are a pair, for documents of one length, or a dictionary as in transformers: `input_ids`, `labels`,
-        and `attention_mask`, 0 at the padding after a document. A batch to predict needs no labels. If `info` has a
-        separator, each document should begin with it, as in longseq's commands.
+        and `attention_mask`, 0 at padding. A batch to predict needs no labels. If `info` has a separator, each document
+        should begin with it, as in longseq's commands.
         """
         if isinstance(batch, tuple | list) and isinstance(batch[0], DocumentInputs):
             return batch[0], batch[1]
         if isinstance(batch, Mapping):
             tokens = loader.find_entry(batch, ("input_ids", "tokens"), "tokens")
             mask = loader.read_mask(batch, tokens)
-            if not loader.begins_with_tokens(mask):
-                raise ValueError("attention_mask: padding must follow the tokens of a row")
         else:
             tokens = batch if isinstance(batch, Tensor) else batch[0]
             mask = torch.ones_like(tokens, dtype=torch.bool)
@@ -127,17 +125,14 @@ class DocumentTask(ClassifierModule):
             targets = tokens.new_zeros((len(tokens), self.num_classes) if self.multi_label else len(tokens))
         else:
             targets = loader.find_entry(batch, loader.TARGETS, "labels") if isinstance(batch, Mapping) else batch[1]
-        if tokens.ndim != 2 or targets.ndim != (2 if self.info.multi_label else 1) or len(targets) != len(tokens):
-            raise ValueError(f"tokens {list(tokens.shape)} do not fit labels {list(targets.shape)}")
         if self.info.multi_label:
             loader.check_several_labels(targets, exact=not self.training)
         else:
             loader.check_class_numbers(targets, self.num_classes)
         lengths = mask.sum(dim=1)
         inputs = DocumentInputs(
-            tokens=tokens.long(),
-            cu_seqlens=None,
-            mask=mask,
+            tokens=tokens[mask][None].long(),
+            cu_seqlens=functional.pad(lengths.cumsum(0), (1, 0)).int(),
             max_seqlen=tokens.shape[1],
             lengths=lengths,
             whole_lengths=lengths,
@@ -154,38 +149,36 @@ class DocumentTask(ClassifierModule):
 
     def forward(self, inputs: DocumentInputs) -> Tensor:
         """Logits `[N, C]` of the N places of a batch; undefined at empty places."""
-        return self._read(inputs.tokens, _packing_of(inputs), inputs.mask)
+        return self._read(inputs.tokens, inputs.packing)
 
-    def _read(self, tokens: Tensor, packing: Packing | None, mask: Tensor | None) -> Tensor:
+    def _read(self, tokens: Tensor, packing: Packing) -> Tensor:
         if self.info.segment and isinstance(self.backbone, TextClassifier):
             return read_in_segments(
                 self.backbone,
                 tokens,
                 cu_seqlens=packing,
-                mask=mask,
                 segment=self.info.segment,
                 gradient_segments=self.info.gradient_segments,
             )
-        return self.backbone(tokens, packing, mask)
+        return self.backbone(tokens, packing)
 
     def training_step(self, batch: DocumentBatch, batch_idx: int) -> Tensor:
         self.seed_batch(batch_idx)
         inputs, targets = self.read_batch(batch)
-        packing = _packing_of(inputs)
-        self._plugin_mixers.check(self.backbone, packing, inputs.mask)
-        logits = self._train_read(inputs.tokens, packing, inputs.mask)
+        packing = inputs.packing
+        self._plugin_mixers.check(self.backbone, packing)
+        logits = self._train_read(inputs.tokens, packing)
         losses = self._losses(logits.float(), targets, self.label_smoothing, self._class_weights)
         return self.mean_of_update(torch.where(inputs.numbers >= 0, losses, 0.0).sum())
 
     def count_targets(self, batch: DocumentBatch) -> int:
-        """The number of documents of a batch."""
         return batch[0].units
 
     def evaluate_batch(self, batch: DocumentBatch, metrics: Any, stage: str) -> None:
         """Update the metrics of a stage; a process's part of a distributed batch may be empty."""
         inputs, targets = batch
         real = inputs.numbers >= 0
-        self._plugin_mixers.check(self.backbone, _packing_of(inputs), inputs.mask)
+        self._plugin_mixers.check(self.backbone, inputs.packing)
         logits, targets = self(inputs)[real].float(), targets[real]
         if len(targets):
             metrics["loss"].update(self._losses(logits, targets).mean(), weight=len(targets))
@@ -206,9 +199,6 @@ class DocumentTask(ClassifierModule):
         """The features of the first documents of a batch; None: of all."""
         inputs = batch[0]
         body: Any = self.backbone
-        if inputs.cu_seqlens is None:
-            mask = None if inputs.mask is None else inputs.mask[:examples]
-            return body.forward_features(inputs.tokens[:examples], None, mask)
         borders = inputs.cu_seqlens if examples is None else inputs.cu_seqlens[: examples + 1]
         return body.forward_features(inputs.tokens[:, : int(borders[-1])], borders)
 
@@ -268,10 +258,3 @@ class LinearTask(DocumentTask):
         self.backbone = build(checkpoint[CHECKPOINT_CONFIG]).to(device)
         self.backbone.text = text
         super().on_load_checkpoint(checkpoint)
-
-
-def _packing_of(inputs: DocumentInputs) -> Packing | None:
-    """The borders of the documents of a packed batch; None for a padded one."""
-    if inputs.cu_seqlens is None:
-        return None
-    return Packing(inputs.cu_seqlens, inputs.tokens.shape[1], max_seqlen=inputs.max_seqlen)

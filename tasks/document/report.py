@@ -10,7 +10,6 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
-from torchmetrics import Metric
 from torchmetrics.classification import BinaryCalibrationError, MulticlassF1Score
 from torchmetrics.utilities.data import dim_zero_cat
 
@@ -58,8 +57,8 @@ TABLES: Mapping[bool, metrics.Tables] = {
 }
 
 
-def make_scores(num_classes: int, multi_label: bool) -> dict[str, Metric]:
-    """The metrics of every run, from probabilities `[N, C]` and targets: classes `[N]`, or labels `[N, C]` of 0 and 1.
+def measure(probabilities: Tensor, decisions: Tensor, wanted: Tensor, info: DocumentInfo) -> dict[str, float]:
+    """The metrics of every run, for probabilities `[N, C]` and targets in the memory of this process.
 
     accuracy: the share of documents whose class is right, or all of whose labels are.
     f1_micro, f1_macro: the F1 score over all decisions, and its mean over the classes that documents have or are given.
@@ -69,12 +68,7 @@ def make_scores(num_classes: int, multi_label: bool) -> dict[str, Metric]:
         frequency.
     average_precision: with several labels, the mean over the labels that documents have.
     """
-    return {name: make(num_classes) for name, make in TABLES[multi_label].always.items()}
-
-
-def measure(probabilities: Tensor, decisions: Tensor, wanted: Tensor, info: DocumentInfo) -> dict[str, float]:
-    """The metrics of `make_scores` for documents in the memory of this process."""
-    scores = make_scores(info.num_classes, info.multi_label)
+    scores = {name: make(info.num_classes) for name, make in TABLES[info.multi_label].always.items()}
     for metric in scores.values():
         metric.to(wanted.device).distributed_available_fn = lambda: False  # other processes do not take part
     update_metrics(scores, probabilities, decisions, wanted)
@@ -82,7 +76,7 @@ def measure(probabilities: Tensor, decisions: Tensor, wanted: Tensor, info: Docu
 
 
 class ScoresByLength(Scores):
-    """The metrics of `make_scores` for each quarter of the documents by length, from q1 (shortest) to q4 (longest)."""
+    """The metrics of `measure` for each quarter of the documents by length, from q1 (shortest) to q4 (longest)."""
 
     decisions: list[Tensor]
     lengths: list[Tensor]
@@ -94,7 +88,7 @@ class ScoresByLength(Scores):
         self.add_state("lengths", [], dist_reduce_fx="cat")
 
     def update(self, probabilities: Tensor, targets: Tensor, decisions: Tensor, lengths: Tensor) -> None:  # type: ignore[override]
-        """Add documents: probabilities `[N, C]`, targets and decisions as in `make_scores`, lengths `[N]` in tokens."""
+        """Add documents: probabilities `[N, C]`, targets and decisions as in `measure`, lengths `[N]` in tokens."""
         super().update(probabilities, targets)
         self.decisions.append(decisions)
         self.lengths.append(lengths)
@@ -130,29 +124,20 @@ class LinearBaseline(Callback):
     def __init__(self, most_documents: int = 50_000) -> None:
         self.most_documents = most_documents
         self.scores: dict[str, float] = {}
-        self.documents = 0
 
     @rank_zero_only
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        if isinstance(pl_module.backbone, LinearTextClassifier):
-            return
-        self.documents = data.info.sizes["train"] or 0
-        if self.scores or self.documents > self.most_documents:
+        is_linear = isinstance(pl_module.backbone, LinearTextClassifier)
+        if is_linear or (data.info.sizes["train"] or 0) > self.most_documents:
             return
         self.scores = self._measure(data, pl_module)
         name = _compared(pl_module, self.scores)
         print(f"linear model: test/{name} {self.scores[name]:.4f}, TF-IDF and logistic regression", flush=True)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"scores": self.scores}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.scores = state_dict["scores"]
-
     @torch.inference_mode()
     def _measure(self, data: Any, module: Any) -> dict[str, float]:
-        """The metrics of `make_scores` on the test documents, in this process only."""
+        """The metrics of `measure` on the test documents, in this process only."""
         info, thresholds = data.info, module.thresholds
         criterion: Criterion | None = module.threshold if isinstance(module.threshold, str) else None  # type: ignore[assignment]
         train, validation = (read_documents(data.split(stage)) for stage in ("train", "val"))
@@ -189,9 +174,7 @@ class DocumentReport(ClassReport):
         return found | super().extras(module, info, split)
 
     def counts(self, module: DocumentTask, info: DocumentInfo, split: str) -> dict[str, int]:
-        found = module.documents_by_length or {}
-        by_length = {f"{split}/documents_{name}": count for name, count in found.items()}
-        return {f"{split}/documents": sum(found.values()), **by_length}
+        return {f"{split}/documents": sum((module.documents_by_length or {}).values())}
 
     def rows(self, module: DocumentTask, info: DocumentInfo) -> list[tuple[str, str]]:
         measured, found = module.trainer.callback_metrics, module.documents_by_length or {}
@@ -205,14 +188,12 @@ class DocumentReport(ClassReport):
             for name, count in found.items()
         ]
         if (baseline := _baseline(module)) is not None:
-            text = f"not measured with {baseline.documents:,} training documents: train model=linear"
-            if baseline.scores:
-                text = f"{baseline.scores['accuracy']:.4f} by TF-IDF and logistic regression on the same documents"
+            text = f"{baseline.scores['accuracy']:.4f} by TF-IDF and logistic regression on the same documents"
             rows.append(("linear model", text))
         return rows + super().rows(module, info)
 
     def closing(self, module: DocumentTask, info: DocumentInfo) -> str | None:
-        if (baseline := _baseline(module)) is None or not baseline.scores:
+        if (baseline := _baseline(module)) is None:
             return None
         name = _compared(module, baseline.scores)
         ahead = baseline.scores[name] - float(module.trainer.callback_metrics[f"test/{name}"])
@@ -230,7 +211,6 @@ def _compared(module: Any, scores: Mapping[str, float]) -> str:
 
 
 def _baseline(module: DocumentTask) -> LinearBaseline | None:
-    """The callback, if the run has it and trains another model."""
+    """The callback, if it has measured the linear model."""
     callbacks: list[Any] = module.trainer.callbacks  # type: ignore[attr-defined]
-    found = next((callback for callback in callbacks if isinstance(callback, LinearBaseline)), None)
-    return found if found is not None and found.documents else None
+    return next((callback for callback in callbacks if isinstance(callback, LinearBaseline) and callback.scores), None)

@@ -22,10 +22,9 @@ It has training documents only; data.validation and data.test are shares of them
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -86,7 +85,7 @@ class Source:
 
 
 TEXT_KEYS = ("tokenizer", "separator", "validation", "test")
-_FILE_KEYS = ("root", "train", "text_column", "label_column", "label_delimiter", *TEXT_KEYS)
+FILE_KEYS = ("root", "train", "text_column", "label_column", "label_delimiter", *TEXT_KEYS)
 
 SOURCES: dict[str, Source] = {}
 
@@ -99,33 +98,17 @@ def register(name: str, source: Source) -> None:
 
 
 def preparation_of(name: str | None) -> Callable[[str], str] | None:
-    """The function `prepare` of the source of a model's training. ValueError for a source that is not registered."""
+    """The function `prepare` of the source of a model's training."""
     from longseq.tasks.document import libraries  # noqa: F401  registers its source, and imports this module
 
-    if name is None:
-        return None
+    return None if name is None else find(name).prepare
+
+
+def find(name: str) -> Source:
+    """The source that `data.source` names."""
     if name not in SOURCES:
-        raise ValueError(f"the model was trained on data.source={name}, which nothing registers here")
-    return SOURCES[name].prepare
-
-
-def describe_preparation(source: str, prepare: Callable[[str], str]) -> str:
-    """The full name of a function that prepares texts, if it can be imported; else the name of its source."""
-    module, name = getattr(prepare, "__module__", None), getattr(prepare, "__qualname__", "")
-    if module not in (None, "__main__") and getattr(sys.modules.get(module), name, None) is prepare:
-        return f"{module}.{name}"
-    return f"that of data.source={source}"
-
-
-def find(keys: DocumentDataKeys) -> Source:
-    """The source that `data.source` names. ValueError for an unknown one, and for keys that it does not read."""
-    if keys.source not in SOURCES:
-        raise ValueError(f"data.source={keys.source} is unknown: choose one of {', '.join(sorted(SOURCES))}")
-    source = SOURCES[keys.source]
-    for name in (*_FILE_KEYS, "options"):
-        if getattr(keys, name) not in (None, {}) and name not in source.reads:
-            raise ValueError(f"data.{name} is not read by data.source={keys.source}")
-    return source
+        raise ValueError(f"data.source={name} is unknown: choose one of {', '.join(sorted(SOURCES))}")
+    return SOURCES[name]
 
 
 # --- files
@@ -209,19 +192,16 @@ def _generate(count: int, seed: int, options: dict[str, Any], split: str) -> Ite
 def _image(keys: DocumentDataKeys) -> Opened:
     """CIFAR-10 in grey, 1,024 tokens an image, with the files and splits of data=cifar10."""
 
-    @cache
-    def splits() -> Any:
-        image: Any = registry.get("image")
-        own = image.config.data(name="cifar10", source="cifar10", img_size=32, root=keys.root)
-        data = image.data(own, batch_size=1)
-        data.setup()
-        return data.splits
-
     def read(split: str) -> Iterator[Sample]:
-        source, indices = getattr(splits(), split).source, getattr(splits(), split).indices
-        for index in indices.tolist():
-            image, target = source.read(index)
-            yield Sample(_grey_levels(image), (source.class_names[target],), Place(source.path(index)))
+        task: Any = registry.get("image")
+        own = task.config.data(name="cifar10", source="cifar10", img_size=32, root=keys.root)
+        data = task.data(own, batch_size=1)
+        data.setup()
+        found = getattr(data.splits, split)
+        for index in found.indices.tolist():
+            image, target = found.source.read(index)
+            labels = (found.source.class_names[target],)
+            yield Sample(_grey_levels(image), labels, Place(found.source.path(index)))
 
     known = stamp(str(keys.root))
     return Opened(
@@ -276,14 +256,9 @@ def _pathfinder(keys: DocumentDataKeys) -> Opened:
     if not (root / "metadata").is_dir():
         root = root / "curv_contour_length_14"
     listing = sorted((root / "metadata").glob("*.npy"))
-    if not listing:
-        raise FileNotFoundError(f"{root}/metadata holds no *.npy")
-
-    def find_paths(split: str) -> Reader:
-        stamps = [[path.name, *stamp(str(path))] for path in listing]
-        return Reader(partial(_read_paths, root, listing, split), stamp=[str(root.resolve()), split, stamps])
-
-    return Opened({split: partial(find_paths, split) for split in SPLITS}, vocab_size=_LEVELS)
+    stamps = [str(root.resolve()), *([path.name, *stamp(str(path))] for path in listing)]
+    readers = {split: Reader(partial(_read_paths, root, listing, split), stamp=[split, *stamps]) for split in SPLITS}
+    return Opened({split: partial(readers.__getitem__, split) for split in SPLITS}, vocab_size=_LEVELS)
 
 
 def _read_paths(root: Path, listing: list[Path], split: str) -> Iterator[Sample | Malformed]:
@@ -310,7 +285,7 @@ def _read_paths(root: Path, listing: list[Path], split: str) -> Iterator[Sample 
             yield Malformed(Place(str(file)), str(error))
 
 
-register("files", Source(_open_files, reads=_FILE_KEYS))
+register("files", Source(_open_files, reads=FILE_KEYS))
 register("lra_listops", Source(_listops, reads=("options",)))
 register("lra_image", Source(_image, reads=("root",)))
 register("lra_retrieval", Source(_retrieval, reads=("root", "options")))

@@ -36,10 +36,9 @@ class LanguageModelData(TaskData):
 
     - `tokens`: folders of `longseq prepare` at `root`; `check` compares their checksums;
     - `files`: text at `root`, read with `column`, `prompt_column`, `tokenizer` and `separator` as by `longseq prepare`;
-    - `standard_library`: the bytes of Python's own modules;
-    - `python_sources`: these and the modules of all installed packages.
+    - `standard_library`: the bytes of Python's own modules.
 
-    Text of `files` and `python_sources` is prepared once and kept in `cache`. `validation` and `test` are shares of the
+    Text is prepared once and kept in `cache`. `validation` and `test` are shares of the
     documents (see `longseq.tasks.text.documents.split_numbers`). Several roots are mixed by `weights`; without weights
     an epoch reads each of them once.
 
@@ -71,7 +70,7 @@ class LanguageModelData(TaskData):
         keys = read(TextDataKeys, config["data"], "data")
         if batch_size % keys.window:
             raise ValueError(f"a device's batch of {batch_size} tokens has no whole windows of {keys.window}")
-        if keys.tokenizer is None and keys.source in READ_BY["tokenizer"]:
+        if keys.source == "files" and keys.tokenizer is None:
             keys = _with_tokenizer(keys, tokenizer_of(config.get("init")))
         datamodule = cls(keys, batch_size=batch_size // keys.window, seed=config["seed"])
         datamodule.setup()
@@ -92,7 +91,7 @@ class LanguageModelData(TaskData):
             own = {key: None if key in READ_BY else value for key, value in own.items()}
         # Weights are for training, and another root may have another number of entries.
         keys = read(TextDataKeys, {**own, "weights": None, **changes}, "data")
-        if keys.tokenizer is None and keys.source in READ_BY["tokenizer"]:
+        if keys.source == "files" and keys.tokenizer is None:
             keys = _with_tokenizer(keys, trained.tokenizer)
         run = read(TextDataKeys, config["data"], "data") if config.get("data") else None
         if run is not None and run.source == keys.source and same_root(run.root, keys.root):
@@ -142,19 +141,13 @@ class LanguageModelData(TaskData):
             self._windows[stage] = cut
             if stage in self._stages and not sum(windows.size for windows in cut):
                 raise ValueError(f"the {split} split of the text is empty")
-        ratios = [store.gzip_bits_per_byte for store in self._stores]
         self._info = TextInfo(
             vocab_size=first.vocab_size,
             separator=first.separator,
             window=self.keys.window,
             tokenizer=first.tokenizer,
             sizes={stage: sum(windows.count for windows in cut) for stage, cut in self._windows.items()},
-            text_bytes={
-                stage: sum(int(store.splits[STAGES[stage]].byte_counts.sum()) for store in self._stores)
-                for stage in ("val", "test")
-            },
             checksums={stage: [store.checksums[split] for store in self._stores] for stage, split in STAGES.items()},
-            gzip_bits_per_byte=ratios[0] if len(ratios) == 1 else None,
         )
 
     def train_dataloader(self) -> TrainingLoader:
@@ -183,16 +176,13 @@ class LanguageModelData(TaskData):
 
     def _evaluation_loader(self, stage: str) -> BatchLoader:
         rank, world_size, _ = find_place(self.trainer)
-        counts = [windows.count for windows in self._windows[stage]]
-        rows = self.eval_batch_size
-        every: EveryStream | EveryWindow
+        counts, rows = [windows.count for windows in self._windows[stage]], self.eval_batch_size
+        every: Any = EveryWindow(counts, rows, rank=rank, world_size=world_size)
         if self.keys.packing == "streams":
             streams = self._streams if self.keys.eval_batch_size is None else None
             # No more streams than windows.
             rows = -(-min(streams or rows * world_size, counts[0]) // world_size)
             every = EveryStream(counts[0], rows, rank=rank, world_size=world_size)
-        else:
-            every = EveryWindow(counts, rows, rank=rank, world_size=world_size)
         return BatchLoader(self._batches(stage, rows), every, **self._options())  # type: ignore[arg-type]
 
     def _training_sampler(self) -> UpdateSampler[Any]:

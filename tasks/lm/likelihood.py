@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,18 +31,14 @@ _GROUPS = 32  # of positions: 0, 1, 2 to 3, 4 to 7, ...; the last one has all fr
 
 def perplexity_of(loss: float) -> float:
     """The exponential of the mean loss of a token; infinite where it overflows."""
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf
-
-
-def _bits(log_probability: float, size: int) -> float:
-    return -log_probability / math.log(2) / size
+    return math.exp(loss) if loss < 709 else math.inf
 
 
 class TokenLoss(Metric):
-    """The mean loss of a token, in nats, over all batches and processes; summed in float64, as tokens can be many."""
+    """The mean loss of a token, in nats, over all batches and processes; summed in float64, as tokens can be many.
+
+    `unit` maps the mean to another unit. With `groups` there is a mean for each group of tokens.
+    """
 
     full_state_update = False
     higher_is_better = False
@@ -52,8 +46,9 @@ class TokenLoss(Metric):
     total: Tensor
     count: Tensor
 
-    def __init__(self, groups: tuple[int, ...] = ()) -> None:
+    def __init__(self, unit: Callable[[Tensor], Tensor] | None = None, groups: tuple[int, ...] = ()) -> None:
         super().__init__()
+        self.unit = unit
         self.add_state("total", torch.zeros(groups, dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("count", torch.zeros(groups, dtype=torch.float64), dist_reduce_fx="sum")
 
@@ -65,28 +60,20 @@ class TokenLoss(Metric):
 
     def compute(self) -> Tensor:
         """The mean loss; NaN without tokens."""
-        return self.total / self.count
+        mean = self.total / self.count
+        return mean if self.unit is None else self.unit(mean)
 
 
-class Perplexity(TokenLoss):
-    """The exponential of the mean loss of a token."""
-
-    def compute(self) -> Tensor:
-        return super().compute().exp()
-
-
-class BitsPerByte(TokenLoss):
-    """The negative log2 probability of the text per byte, with a count of bytes."""
-
-    def compute(self) -> Tensor:
-        return super().compute() / math.log(2)
+def to_bits(nats: Tensor) -> Tensor:
+    """A loss in bits."""
+    return nats / math.log(2)
 
 
 class LossByPosition(TokenLoss):
     """The mean loss of tokens by position in their sequence, in groups: 0, 1, 2 to 3, 4 to 7, ..."""
 
     def __init__(self) -> None:
-        super().__init__((_GROUPS,))
+        super().__init__(groups=(_GROUPS,))
 
     def update(self, loss: Tensor, position: Tensor, counts: Tensor) -> None:  # type: ignore[override]
         """Add the losses of the tokens at `position` where `counts` is True; all three have one shape."""
@@ -184,78 +171,62 @@ def _score_batch(model: TokenBackbone, rows: Sequence[Row]) -> list[Likelihood]:
             state = select_state(state, torch.arange(going_on, device=device))
         part = slice(begin, end)
         features, state = model.forward_features(inputs[:going_on, part], state, output_final_state=end < longest)
-        _score(model, features, targets[:going_on, part], total, missed)
+        asked = targets[:going_on, part]
+        for some in (asked != IGNORED).nonzero().split(max(1, CHUNK_SCORES // model.vocab_size)):
+            row, place = some.unbind(1)
+            wanted = asked[row, place]
+            scores = at_least_float32(model.forward_head(features[row, place]))
+            total.index_add_(0, row, scores.log_softmax(-1).gather(1, wanted[:, None])[:, 0].double())
+            missed.index_add_(0, row, (scores.argmax(-1) != wanted).double())
         begin = end
     return [Likelihood(*one) for one in zip(total.tolist(), (missed == 0).tolist(), strict=True)]
 
 
-def _score(model: TokenBackbone, features: Tensor, targets: Tensor, total: Tensor, missed: Tensor) -> None:
-    """Add to `total [B]` the log-probabilities of the targets `[B, T]`, to `missed [B]` those that are not greedy."""
-    places = (targets != IGNORED).nonzero()
-    for some in places.split(max(1, CHUNK_SCORES // model.vocab_size)):
-        row, place = some.unbind(1)
-        wanted = targets[row, place]
-        scores = at_least_float32(model.forward_head(features[row, place]))
-        own = scores.log_softmax(-1).gather(1, wanted[:, None])[:, 0]
-        total.index_add_(0, row, own.double())
-        missed.index_add_(0, row, (scores.argmax(-1) != wanted).double())
-
-
-@dataclass
-class Totals:
-    """The sums over the documents of a text, and the numbers of those that were left out."""
-
-    documents: int = 0
-    tokens: int = 0
-    bytes: int = 0
-    log_probability: float = 0.0
-    malformed: int = 0
-    empty: int = 0
-
-    def metrics(self) -> dict[str, float]:
-        """The mean loss of a token in nats, the perplexity, and the bits per byte, over all documents."""
-        loss = -self.log_probability / self.tokens
-        bits = _bits(self.log_probability, self.bytes)
-        return {"loss": loss, "perplexity": perplexity_of(loss), "bits_per_byte": bits}
-
-
 def score_documents(
-    model: TokenBackbone,
-    tokenizer: Tokenizer,
-    parts: Sequence[Part],
-    columns: Columns,
-    output: Path,
-    *,
-    batch_size: int,
-    context: AbstractContextManager[Any],
-) -> Totals:
-    """Write a line of JSON for each document of `parts`, in their order, and return the sums.
+    model: TokenBackbone, tokenizer: Tokenizer, parts: Sequence[Part], columns: Columns, output: Path, batch_size: int
+) -> dict[str, float]:
+    """Write a line of JSON for each document of `parts`, in their order, and return counts and means over all of them.
 
     The model reads the token with which texts begin, then the document. As in training, the log-probability is of the
     text and the separator at its end; a prompt (`columns.prompt`) is read and not scored. A line has `document`
     (its number, from 0), `log_probability` (in nats), `tokens`, `bytes`, `bits_per_byte` and `perplexity`; or
-    `document` and `error`, for a malformed or empty document. `context` is entered while the model computes.
+    `document` and `error`, for a malformed or empty document.
     """
-    totals = Totals()
-    documents = read_parts(parts, columns, "evaluating")
-    with replacing(output) as partial, partial.open("w", encoding="utf-8") as file, context:
+    count = tokens = size = left_out = 0
+    total = 0.0
+
+    def figures(log_probability: float, tokens: int, size: int) -> dict[str, float]:
+        bits = -log_probability / math.log(2) / size
+        return {"bits_per_byte": bits, "perplexity": perplexity_of(-log_probability / tokens)}
+
+    documents = enumerate(read_parts(parts, columns, "evaluating"))
+    with replacing(output) as partial, partial.open("w", encoding="utf-8") as file:
         while block := list(islice(documents, _BLOCK)):
-            for row in _score_block(model, tokenizer, block, batch_size, totals):
+            readable = [one for _, one in block if isinstance(one, Document) and not one.is_empty]
+            scored = iter(_score_together(model, tokenizer, readable, batch_size))
+            for number, one in block:
+                row: dict[str, Any] = {"document": number}
+                if isinstance(one, Malformed) or one.is_empty:
+                    left_out += 1
+                    row["error"] = one.describe() if isinstance(one, Malformed) else "empty"
+                else:
+                    log_probability, own_tokens = next(scored)
+                    own_size = len(one.text.encode())
+                    row |= {"log_probability": log_probability, "tokens": own_tokens, "bytes": own_size}
+                    row |= figures(log_probability, own_tokens, own_size)
+                    count, tokens, size = count + 1, tokens + own_tokens, size + own_size
+                    total += log_probability
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
-    return totals
+    counts = {"documents": count, "tokens": tokens, "bytes": size, "left_out": left_out}
+    return {**counts, "loss": -total / tokens, **figures(total, tokens, size)}
 
 
-def _score_block(
-    model: TokenBackbone,
-    tokenizer: Tokenizer,
-    block: Sequence[Document | Malformed],
-    batch_size: int,
-    totals: Totals,
-) -> Iterator[dict[str, Any]]:
-    """Score the documents of a block together; yields their lines and adds them to `totals`."""
-    documents = [one for one in block if isinstance(one, Document) and not one.is_empty]
+def _score_together(
+    model: TokenBackbone, tokenizer: Tokenizer, documents: Sequence[Document], batch_size: int
+) -> list[tuple[float, int]]:
+    """The log-probability of each document, and the number of its scored tokens."""
     encoded = tokenizer.encode_all([text for one in documents for text in (one.prompt, one.text)])
-    rows, lengths, owners = [], [], []
+    rows, owners, lengths = [], [], []
     for index, (prompt, text) in enumerate(zip(encoded[::2], encoded[1::2], strict=True)):
         read = [tokenizer.start, *prompt.tolist(), *text.tolist(), tokenizer.separator]
         own = document_rows(model, read, 1 + len(prompt))
@@ -265,27 +236,4 @@ def _score_block(
     sums = [0.0] * len(documents)
     for index, likelihood in zip(owners, score_rows(model, rows, batch_size), strict=True):
         sums[index] += likelihood.log_probability
-    scored = zip(lengths, sums, strict=True)
-    for one in block:
-        number = totals.documents + totals.malformed + totals.empty
-        if isinstance(one, Malformed):
-            totals.malformed += 1
-            yield {"document": number, "error": one.describe()}
-        elif one.is_empty:
-            totals.empty += 1
-            yield {"document": number, "error": "empty"}
-        else:
-            tokens, log_probability = next(scored)
-            size = len(one.text.encode())
-            totals.documents += 1
-            totals.tokens += tokens
-            totals.bytes += size
-            totals.log_probability += log_probability
-            yield {
-                "document": number,
-                "log_probability": log_probability,
-                "tokens": tokens,
-                "bytes": size,
-                "bits_per_byte": _bits(log_probability, size),
-                "perplexity": perplexity_of(-log_probability / tokens),
-            }
+    return list(zip(sums, lengths, strict=True))

@@ -55,23 +55,20 @@ class CarriedState:
         """The state of each sequence of a batch before its first token."""
         carry, device = inputs.carry, inputs.tokens.device
         assert carry is not None
-        sequences = len(inputs.tokens) if inputs.cu_seqlens is None else len(inputs.cu_seqlens) - 1
-        start = self.model.initial_state(sequences, device, next(self.model.parameters()).dtype)
+        start = self.model.initial_state(count_sequences(inputs), device, next(self.model.parameters()).dtype)
         if self.rows is None:
             return start
-        places = torch.arange(sequences, device=device) if carry.first is None else carry.first
         continued = []
         for (_, begun), row in zip(state_tensors(start), self.tensors(), strict=True):
             fresh = carry.fresh.view(-1, *[1] * (begun.ndim - 1))
-            chosen = torch.where(fresh, begun.index_select(0, places), row.to(device, begun.dtype))
-            continued.append(begun.index_copy(0, places, chosen))
+            chosen = torch.where(fresh, begun.index_select(0, carry.first), row.to(device, begun.dtype))
+            continued.append(begun.index_copy(0, carry.first, chosen))
         return fill_state(start, continued)
 
     def keep(self, inputs: TokenInputs, state: Any) -> None:
         """Keep the state at the end of each row of a batch, from the final state of all its sequences."""
         assert inputs.carry is not None
-        state = map_state(torch.Tensor.detach, state)
-        self.rows = state if inputs.carry.last is None else select_state(state, inputs.carry.last)
+        self.rows = select_state(map_state(torch.Tensor.detach, state), inputs.carry.last)
 
     def tensors(self) -> list[Tensor]:
         """The tensors for a checkpoint."""
@@ -86,20 +83,20 @@ class CarriedPositions:
 
     def count(self, inputs: TokenInputs) -> Tensor:
         """The position of each token in its sequence, in the shape of the tokens; needs the batches in their order."""
-        tokens, carry = inputs.tokens, inputs.carry
-        positions = count_positions(tokens, cu_seqlens=packing_of(inputs), mask=inputs.mask)[0]
+        tokens, carry, packing = inputs.tokens, inputs.carry, packing_of(inputs)
         if carry is None:
-            return positions
-        before = torch.zeros_like(carry.fresh, dtype=torch.long)
+            return count_positions(tokens, cu_seqlens=packing, mask=inputs.mask)[0]
+        start = torch.zeros(count_sequences(inputs), dtype=torch.long, device=tokens.device)
         if self.read is not None:
-            before = torch.where(carry.fresh, before, self.read)
-        if carry.first is None or carry.last is None or inputs.cu_seqlens is None:
-            self.read = before + tokens.shape[1]
-            return positions + before[:, None]
-        lengths = inputs.cu_seqlens.diff().long()
-        continued = torch.zeros_like(lengths).index_copy(0, carry.first, before)
-        self.read = (continued + lengths).index_select(0, carry.last)
-        return positions + continued.repeat_interleave(lengths, output_size=tokens.numel())
+            start = start.index_copy(0, carry.first, torch.where(carry.fresh, 0, self.read))
+        positions, after = count_positions(tokens, start, cu_seqlens=packing)
+        self.read = after.index_select(0, carry.last)
+        return positions
+
+
+def count_sequences(inputs: TokenInputs) -> int:
+    """The sequences of a batch, each with its own state."""
+    return len(inputs.tokens) if inputs.cu_seqlens is None else len(inputs.cu_seqlens) - 1
 
 
 def packing_of(inputs: TokenInputs) -> Packing | None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from longseq.backbones.tokens import TokenBackbone
 from longseq.kernels.packing import Packing
 from longseq.tasks.data.loader import begins_with_tokens, find_entry, read_mask
-from longseq.tasks.lm.likelihood import BitsPerByte, LossByPosition, Perplexity, TokenLoss
+from longseq.tasks.lm.likelihood import LossByPosition, TokenLoss, to_bits
 from longseq.tasks.lm.model import CarriedPositions, CarriedState, packing_of
 from longseq.tasks.text.batch import IGNORED, TokenBatch, TokenInputs
 from longseq.tasks.text.tokenizer import TextInfo
@@ -56,7 +56,9 @@ class LanguageModelTask(TrainedModule):
         # The state of streams after the latest update; an interrupted run can be inside the next one.
         self._at_update: list[Tensor] = []
         self.val_metrics, self.test_metrics = (
-            nn.ModuleDict({"loss": TokenLoss(), "perplexity": Perplexity(), "bits_per_byte": BitsPerByte()})
+            nn.ModuleDict(
+                {"loss": TokenLoss(), "perplexity": TokenLoss(torch.exp), "bits_per_byte": TokenLoss(to_bits)}
+            )
             for _ in range(2)
         )
         self._positions, self._places = LossByPosition(), CarriedPositions()
@@ -71,8 +73,6 @@ class LanguageModelTask(TrainedModule):
 
     @classmethod
     def arguments_for(cls, backbone: nn.Module, data: Mapping[str, Any]) -> dict[str, Any]:
-        if not isinstance(backbone, TokenBackbone) or "class_names" in data or "slices" in data:
-            raise ValueError(f"it holds a {type(backbone).__name__} of another task")
         return {"info": TextInfo.from_dict(data) if data.get("tokenizer") else None}
 
     def read_batch(self, batch: Any) -> TokenBatch:

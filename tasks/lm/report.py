@@ -21,19 +21,12 @@ _SAMPLE = 400  # tokens of the sample that a run prints at its end
 
 
 class LanguageModelReport(Report):
-    """Adds the perplexity by position, gzip's bits per byte for the same text, a sample, and the generating command."""
+    """Adds the perplexity by position, a sample, and the command that generates text."""
 
     headline = ("bits_per_byte", "perplexity", "loss")
 
     def extras(self, module: LanguageModelTask, info: TextInfo, split: str) -> dict[str, Any]:
-        found: dict[str, Any] = {f"{split}/perplexity_by_position": module.by_position}
-        if split == "test" and info.gzip_bits_per_byte is not None:
-            found["test/gzip_bits_per_byte"] = info.gzip_bits_per_byte
-        return found
-
-    def rows(self, module: LanguageModelTask, info: TextInfo) -> list[tuple[str, str]]:
-        gzip = info.gzip_bits_per_byte
-        return [] if gzip is None else [("bits per byte of gzip -9", f"{gzip:.4f}")]
+        return {f"{split}/perplexity_by_position": module.by_position}
 
     def closing(self, module: LanguageModelTask, info: TextInfo) -> str | None:
         text = write_sample(module.backbone, info, _SAMPLE)  # type: ignore[arg-type]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -24,15 +23,6 @@ from longseq.tasks.data.sampler import derive_seed
 from longseq.tasks.text.tokenizer import StopStrings, TextStream, Tokenizer
 
 Show = Callable[[str], None]
-
-
-@dataclass
-class Written:
-    """The text after a prompt; `reason` is length, end or stop, and None until the text ends."""
-
-    tokens: list[int]
-    text: str = ""
-    reason: str | None = None
 
 
 class Writer:
@@ -65,12 +55,12 @@ class Writer:
             tokens = self.tokenizer.encode_prompt(prompt)
             if self.cut_prompts and most is not None and most > new:
                 tokens = tokens[new - most :]
-            rows.append(_Row(self, tokens, number, [], show))
+            rows.append(Written(self, tokens, number, [], show))
         # Rows of similar lengths share a batch: its longest prompt determines the time of reading.
         order = sorted(rows, key=lambda row: len(row.read))
         for start in range(0, len(order), self.keys.batch_size):
             self._write(order[start : start + self.keys.batch_size])
-        return [row.written for row in rows]
+        return rows
 
     @torch.inference_mode()
     def resume(self, path: Path, show: Show | None = None) -> Written:
@@ -78,15 +68,15 @@ class Writer:
         saved = torch.load(path, map_location="cpu", weights_only=True)
         if saved["model"] != _fingerprint(self.model):
             raise ValueError(f"{path} holds the state of another model or dtype")
-        row = _Row(self, saved["read"], 0, saved["written"], show)
+        row = Written(self, saved["read"], 0, saved["written"], show)
         room = self._check_positions(len(row.read) + len(row.before))
         tensors = [tensor.to(self.device) for tensor in saved["state"].values()]
         state = self.model.preallocate(fill_state(self.model.initial_state(1), tensors), room)
         self._continue([row], state, saved["scores"].to(self.device))
-        return row.written
+        return row
 
     @torch.inference_mode()
-    def _write(self, rows: Sequence[_Row]) -> None:
+    def _write(self, rows: Sequence[Written]) -> None:
         tokens = [torch.tensor(row.read, device=self.device) for row in rows]
         lengths = [len(row) for row in tokens]
         room = self._check_positions(max(lengths))
@@ -101,7 +91,7 @@ class Writer:
         del features, last  # of all tokens of the prompts
         self._continue(rows, state, scores)
 
-    def _continue(self, rows: Sequence[_Row], state: Any, scores: Tensor) -> None:
+    def _continue(self, rows: Sequence[Written], state: Any, scores: Tensor) -> None:
         """Write after `scores [B, V]`."""
         keys = self.keys
         seen = None
@@ -117,28 +107,26 @@ class Writer:
         for drawn in draw_tokens(writing, keys.max_new_tokens):
             for row, token in zip(rows, drawn, strict=True):
                 row.push(token)
-            if all(row.written.reason is not None for row in rows):
+            if all(row.reason is not None for row in rows):
                 break
         sampler.check()
         for row in rows:
             row.finish()
         if keys.save_state is not None:
-            self._save_state(Path(keys.save_state), rows[0], writing)
-
-    def _save_state(self, path: Path, row: _Row, writing: Continuation) -> None:
-        if row.written.reason != "length":
-            raise ValueError(f"no state is saved: the text has ended by {row.written.reason}")
-        writing.read()
-        content = {
-            "state": {name: tensor.cpu() for name, tensor in state_tensors(self.model.trim(writing.state))},
-            "scores": writing.logits.cpu(),
-            "read": row.read,
-            "written": row.before + row.written.tokens,
-            "model": _fingerprint(self.model),
-        }
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as partial:
-            torch.save(content, partial)
+            path, row = Path(keys.save_state), rows[0]
+            if row.reason != "length":
+                raise ValueError(f"no state is saved: the text has ended by {row.reason}")
+            writing.read()
+            content = {
+                "state": {name: tensor.cpu() for name, tensor in state_tensors(self.model.trim(writing.state))},
+                "scores": writing.logits.cpu(),
+                "read": row.read,
+                "written": row.before + row.tokens,
+                "model": _fingerprint(self.model),
+            }
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(path) as partial:
+                torch.save(content, partial)
 
     def _check_positions(self, tokens: int) -> int:
         """`tokens` and the new ones. ValueError if the model has fewer positions."""
@@ -169,39 +157,43 @@ def draw_tokens(writing: Continuation, count: int) -> Iterator[list[int]]:
         yield ahead[0].tolist()
 
 
-class _Row:
+class Written:
     """A text after the prompt `read`, which ends at an end-of-text token or before a stop string.
 
-    `number` seeds the draws; `before` are the tokens that were written before the state was saved.
+    `number` seeds the draws; `before` are the tokens that were written before the state was saved, `tokens` and `text`
+    what is written after them. `reason` is length, end or stop, and None until the text ends.
     """
+
+    reason: str | None = None
 
     def __init__(self, writer: Writer, read: list[int], number: int, before: list[int], show: Show | None) -> None:
         self.read, self.number, self.before, self.show = read, number, before, show
-        self.written = Written([])
+        self.tokens: list[int] = []
+        self.text = ""
         self._ends = writer.tokenizer.ends if writer.keys.end else ()
         self._stream = TextStream(writer.tokenizer, read)
         self._stops = StopStrings(writer.keys.stop, "".join([self._stream.push(token) for token in before]))
 
     def push(self, token: int) -> None:
         """Add a token, unless the text has ended."""
-        if self.written.reason is not None:
+        if self.reason is not None:
             return
         if token in self._ends:
-            self.written.reason = "end"
+            self.reason = "end"
             return
-        self.written.tokens.append(token)
+        self.tokens.append(token)
         self._add(self._stops.push(self._stream.push(token)))
         if self._stops.stopped:
-            self.written.reason = "stop"
+            self.reason = "stop"
 
     def finish(self) -> None:
         """Add the text that waits for more tokens."""
-        self.written.reason = self.written.reason or "length"
-        if self.written.reason != "stop":
+        self.reason = self.reason or "length"
+        if self.reason != "stop":
             self._add(self._stops.push(self._stream.finish()) + self._stops.finish())
 
     def _add(self, text: str) -> None:
-        self.written.text += text
+        self.text += text
         if self.show is not None and text:
             self.show(text)
 

@@ -26,7 +26,6 @@ class ProbeDataKeys(Keys):
     test: Slices = key(..., "as train")
     eval_batch_size: Count | None = key(None, "sequences at a time; null: the training batch")
     draw_seed: int = key(0, "the seed of the samples; `seed` decides their order")
-    cache: str | None = key(None, "a folder that keeps the samples")
 
 
 @dataclass(frozen=True)

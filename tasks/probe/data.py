@@ -44,8 +44,8 @@ class ProbeDataModule(TaskData):
 
     Each of `train`, `validation` and `test` is a list of slices: `samples`, an optional `name`, and options of the
     generator that replace `options`. `draw_seed` decides the samples and `seed` only their order, so that runs with
-    different seeds share the samples; none occurs twice. With `cache`, a file in that folder keeps them. Batches are
-    (tokens `[B, T]`, ProbeTargets), gathered from tensors on the device.
+    different seeds share the samples; none occurs twice. Batches are (tokens `[B, T]`, ProbeTargets),
+    gathered from tensors on the device.
     """
 
     info_class = ProbeInfo
@@ -106,12 +106,12 @@ class ProbeDataModule(TaskData):
         return self._splits[split]
 
     def setup(self, stage: str | None = None) -> None:
-        """Generate the sets, or read them from the cache; a second call does nothing."""
+        """Generate the sets; a second call does nothing."""
         if self._splits:
             return
         keys = self.keys
         described = {split: getattr(keys, split) for split in SPLITS}
-        self._splits = make_splits(keys.generator, keys.options, described, seed=keys.draw_seed, folder=keys.cache)
+        self._splits = make_splits(keys.generator, keys.options, described, seed=keys.draw_seed)
         counts = {split: sum(len(one.tokens) for one in slices) for split, slices in self._splits.items()}
         self._info = ProbeInfo(
             generator=keys.generator,

@@ -469,7 +469,6 @@ def preset(name: str) -> dict[str, Any]:
         "test": [{"samples": 1000}],
         "eval_batch_size": 250,
         "draw_seed": 0,
-        "cache": None,
     }
 
 

@@ -1,13 +1,9 @@
-"""The sets of a probe: slices of one generator, cached in a file. Each batch is of one slice."""
+"""The sets of a probe: slices of one generator. Each batch is of one slice."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
-from longseq.plugins import is_foreign
 from longseq.tasks.data.generators import Integers
 from longseq.tasks.data.sampler import EvaluationSampler, UpdateSampler, derive_seed
 from longseq.tasks.probe.generators import GENERATORS, IGNORED, Samples, draw, generator_options
@@ -50,45 +45,12 @@ class Slice(NamedTuple):
 Splits = dict[str, list[Slice]]
 
 
-def make_splits(
-    generator: str, options: Mapping[str, Any], splits: Described, *, seed: int, folder: str | None = None
-) -> Splits:
+def make_splits(generator: str, options: Mapping[str, Any], splits: Described, *, seed: int) -> Splits:
     """Make the slices of each split; no sample occurs twice, within a split or across splits.
 
-    A slice has `samples`, an optional `name`, and options of the generator that replace `options`. With `folder`, a
-    file there keeps the result under a hash of the arguments. Samples of a plug-in's generator are not kept, since its
-    source may change.
+    A slice has `samples`, an optional `name`, and options of the generator that replace `options`.
     """
     options = generator_options(generator) | dict(options)
-    if folder is None or is_foreign(GENERATORS[generator]):
-        return _make(generator, options, splits, seed)
-    described = {split: [dict(one) for one in listed] for split, listed in splits.items()}
-    content = json.dumps([generator, options, described, seed], sort_keys=True)
-    path = Path(folder) / f"{generator}_{hashlib.sha256(content.encode()).hexdigest()[:16]}.npz"
-    if not path.exists():
-        _write(path, _make(generator, options, splits, seed))
-    with np.load(path) as arrays:
-        parts = {key: torch.from_numpy(arrays[key]) for key in arrays.files}
-    return {
-        split: [
-            Slice(name, *(parts.get(f"{split}.{index}.{part}") for part in Slice._fields[1:]))  # type: ignore[arg-type]
-            for index, name in enumerate(slice_names(listed))
-        ]
-        for split, listed in splits.items()
-    }
-
-
-def slice_names(listed: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The name of each slice: its own, or its options' values, such as `512x64`."""
-    names = []
-    for index, described in enumerate(listed):
-        values = [value for key, value in described.items() if key not in _OWN_KEYS]
-        name = described.get("name") or "x".join(str(value) for value in values) or f"slice{index}"
-        names.append("".join(letter if letter.isalnum() or letter in "-_" else "_" for letter in name))
-    return [name if names.count(name) == 1 else f"{name}_{index}" for index, name in enumerate(names)]
-
-
-def _make(generator: str, options: dict[str, Any], splits: Described, seed: int) -> Splits:
     seen: Integers = np.zeros(0, dtype=np.uint64)
     made: Splits = {}
     for number, (split, listed) in enumerate(splits.items()):
@@ -101,6 +63,16 @@ def _make(generator: str, options: dict[str, Any], splits: Described, seed: int)
     return made
 
 
+def slice_names(listed: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The name of each slice: its own, or its options' values, such as `512x64`."""
+    names = []
+    for index, described in enumerate(listed):
+        values = [value for key, value in described.items() if key not in _OWN_KEYS]
+        name = described.get("name") or "x".join(str(value) for value in values) or f"slice{index}"
+        names.append("".join(letter if letter.isalnum() or letter in "-_" else "_" for letter in name))
+    return [name if names.count(name) == 1 else f"{name}_{index}" for index, name in enumerate(names)]
+
+
 def _find_questions(name: str, samples: Samples) -> Slice:
     labelled = samples.labels != IGNORED
     count = int(labelled.sum(axis=1).max())
@@ -111,21 +83,6 @@ def _find_questions(name: str, samples: Samples) -> Slice:
     allowed = None if samples.allowed is None else torch.from_numpy(np.take_along_axis(samples.allowed, places, axis=1))
     places = np.where(answers == IGNORED, 0, places).astype(np.int32)
     return Slice(name, torch.from_numpy(samples.tokens), torch.from_numpy(places), torch.from_numpy(answers), allowed)
-
-
-def _write(path: Path, splits: Splits) -> None:
-    arrays = {
-        f"{split}.{index}.{part}": value.numpy()
-        for split, slices in splits.items()
-        for index, one in enumerate(slices)
-        for part, value in one._asdict().items()
-        if isinstance(value, Tensor)
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.stem}.{os.getpid()}.partial")  # several processes may write at once
-    with unfinished.open("wb") as file:
-        np.savez(file, **arrays)  # type: ignore[arg-type]
-    os.replace(unfinished, path)
 
 
 class ProbeTargets(NamedTuple):

@@ -30,14 +30,14 @@ _STEP = 8  # `cu_seqlens` has a multiple of this many sequences
 class Carry(NamedTuple):
     """How rows of streams continue the previous batch: row b continues row b.
 
-    first: `[B]` int64, the sequence in `cu_seqlens` at the beginning of row b; None if rows are not packed: row b.
+    first: `[B]` int64, the sequence in `cu_seqlens` at the beginning of row b; b itself if rows are not packed.
     last: `[B]` int64, the sequence at the end of row b; the next batch continues its final state.
     fresh: `[B]` bool, True where row b begins without a state: with a document, or with a part of a document whose
         beginning was not in the batch before.
     """
 
-    first: Tensor | None
-    last: Tensor | None
+    first: Tensor
+    last: Tensor
     fresh: Tensor
 
 
@@ -117,8 +117,11 @@ class WindowBatches(Dataset[tuple[TokenInputs, Tensor, list[Any]]]):
                     fresh[index] = one.fresh or (self.reset_state and len(starts) > 0 and starts[0] == 0)
                 place += size
             borders[index] = sorted({*begins, *([place] if place < self.length else [])})
-        cu_seqlens, first, last = self._pack(borders) if self.reset_state else (None, None, None)
-        flat = (1, -1) if self.reset_state else shape
+        flat, cu_seqlens = shape, None
+        first = last = torch.arange(self.rows)
+        if self.reset_state:
+            flat = (1, -1)
+            cu_seqlens, first, last = self._pack(borders)
         inputs = TokenInputs(
             tokens=torch.from_numpy(tokens.reshape(flat)),
             cu_seqlens=cu_seqlens,

@@ -6,7 +6,6 @@ import hashlib
 import json
 import logging
 import os
-import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,12 +16,11 @@ from filelock import FileLock
 from longseq.hub import find_source
 from longseq.models import read
 from longseq.tasks.report import long_step, shorten
-from longseq.tasks.text.documents import Fractions, encode, store_of
+from longseq.tasks.text.documents import Fractions
 from longseq.tasks.text.keys import TextDataKeys
 from longseq.tasks.text.prepare import describe, plan_of, prepare
-from longseq.tasks.text.sources import STREAM, TEXT, Columns, Document, Part, find_parts, group_files, read_part
+from longseq.tasks.text.sources import STREAM, TEXT, Columns, Part, find_parts, group_files
 from longseq.tasks.text.store import MANIFEST, TokenStore, open_store
-from longseq.tasks.text.tokenizer import ByteTokenizer
 from longseq.tasks.training.system import write_text
 from longseq.tokenizer_files import TOKENIZER_FILE, tokenizer_files
 
@@ -30,23 +28,16 @@ _log = logging.getLogger(__name__)
 
 _FRACTION = 0.05  # the default share of validation and of test
 
-# Folders of the standard library that are left out.
-_PACKAGES = {"site-packages", "dist-packages"}
-_LEFT_OUT = {"test", "tests", "idle_test", "idlelib", "__pycache__", *_PACKAGES}
+# Folders of Python's modules that are left out.
+_LEFT_OUT = {"test", "tests", "idle_test", "idlelib", "__pycache__", "site-packages", "dist-packages"}
 
 
 def open_corpora(keys: TextDataKeys) -> list[TokenStore]:
     """One corpus for each entry of `data.root`, or the only one."""
     fractions = fractions_of(keys)
-    if keys.source == "standard_library":  # kept in memory
-        tokenizer, parts = ByteTokenizer(), list(group_files(standard_library_files(), format="python"))
-        found = (one for part in parts for one in read_part(part, TEXT))
-        documents = (one for one in found if isinstance(one, Document) and not one.is_empty)
-        with long_step("encoding the standard library"):
-            return [store_of(keys.source, encode(documents, tokenizer, fractions), tokenizer, fractions)]
-    if keys.source == "python_sources":
-        parts = list(group_files(installed_files(), format="python"))
-        return [_prepared("python_sources", parts, TEXT, fractions, keys)]
+    if keys.source == "standard_library":
+        parts = list(group_files(standard_library_files(), format="python"))
+        return [_prepared(keys.source, parts, TEXT, fractions, keys)]
     roots = [keys.root] if isinstance(keys.root, str) else keys.root or []
     if keys.source == "tokens":
         return [open_store(root, check=keys.check) for root in roots]
@@ -116,12 +107,6 @@ def _prepared(
 def standard_library_files() -> list[str]:
     """The modules of the standard library of this Python, without tests and idlelib, in the order of their paths."""
     return sorted(modules_of(sysconfig.get_paths()["stdlib"]))
-
-
-def installed_files() -> list[str]:
-    """The modules of the standard library and of all packages that this Python imports, without tests."""
-    folders = {os.path.realpath(folder) for folder in sys.path if Path(folder).name in _PACKAGES}
-    return standard_library_files() + sorted({path for folder in folders for path in modules_of(folder)})
 
 
 def modules_of(root: str) -> Iterator[str]:

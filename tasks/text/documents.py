@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import multiprocessing
 import os
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from itertools import islice
@@ -16,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from longseq.tasks.text.sources import Columns, Document, Malformed, Part, read_part
-from longseq.tasks.text.store import SPLITS, Corpus, Integers, Tokens, TokenStore, token_type
+from longseq.tasks.text.store import SPLITS, Integers, Tokens, token_type
 from longseq.tasks.text.tokenizer import Tokenizer, tokenizer_from_dict
 
 T = TypeVar("T")
@@ -30,7 +28,6 @@ class Encoded(NamedTuple):
     """Documents of a part of the input; see the store for the other fields.
 
     hashes: `[N, 2]` uint64, of each document's content.
-    gzipped: `[N]`, the bytes of the text after gzip -9; 0 for documents that are not in the test split.
     """
 
     tokens: Tokens
@@ -38,33 +35,27 @@ class Encoded(NamedTuple):
     byte_counts: Integers
     prompts: Integers
     hashes: np.ndarray
-    gzipped: Integers
 
 
-def encode(documents: Iterable[Document], tokenizer: Tokenizer, fractions: Fractions) -> Encoded:
+def encode(documents: Iterable[Document], tokenizer: Tokenizer) -> Encoded:
     """Encode documents; `prompt` and `text` are encoded separately. ValueError for one with the separator in it."""
     dtype = token_type(tokenizer.vocab_size)
     separator = np.array([tokenizer.separator], dtype)
     parts: list[np.ndarray] = []
     numbers: list[tuple[int, int, int]] = []
-    hashes, gzipped = [np.zeros((0, 2), np.uint64)], []
+    hashes = [np.zeros((0, 2), np.uint64)]
     for batch in batched(documents):
         encoded = tokenizer.encode_all([part for one in batch for part in (one.prompt, one.text)])
-        found = hashes_of(batch)
-        measured = split_numbers(found, fractions) == SPLITS.index("test")
-        for index, one in enumerate(batch):
-            prompt, text = encoded[2 * index], encoded[2 * index + 1]
+        for one, prompt, text in zip(batch, encoded[::2], encoded[1::2], strict=True):
             if tokenizer.separator in prompt or tokenizer.separator in text:
                 where = "a document" if one.place is None else one.place.describe()
                 raise ValueError(f"{where} holds the separator, token {tokenizer.separator}: give another separator")
             parts += [separator, prompt.astype(dtype), text.astype(dtype)]
-            content = one.text.encode()
-            numbers.append((1 + len(prompt) + len(text), len(content), len(prompt)))
-            gzipped.append(len(gzip.compress(content, 9, mtime=0)) if measured[index] else 0)
-        hashes.append(found)
+            numbers.append((1 + len(prompt) + len(text), len(one.text.encode()), len(prompt)))
+        hashes.append(hashes_of(batch))
     lengths, byte_counts, prompts = np.array(numbers, np.int64).reshape(-1, 3).T
     tokens = np.concatenate(parts) if parts else np.zeros(0, dtype)
-    return Encoded(tokens, lengths, byte_counts, prompts, np.concatenate(hashes), np.array(gzipped, np.int64))
+    return Encoded(tokens, lengths, byte_counts, prompts, np.concatenate(hashes))
 
 
 def hashes_of(documents: Sequence[Document]) -> np.ndarray:
@@ -98,33 +89,6 @@ def split_numbers(hashes: np.ndarray, fractions: Fractions) -> np.ndarray:
     return numbers
 
 
-def gzip_bits(gzipped: Integers, byte_counts: Integers) -> float | None:
-    """The bits per byte after gzip -9 of each document; None without documents."""
-    held = int(byte_counts[gzipped > 0].sum())
-    return 8 * int(gzipped.sum()) / held if held else None
-
-
-def store_of(name: str, encoded: Encoded, tokenizer: Tokenizer, fractions: Fractions) -> TokenStore:
-    """Encoded documents without prompts as a store in memory, without duplicates."""
-    kept = first_of_equal(encoded.hashes)
-    numbers = split_numbers(encoded.hashes, fractions)
-    splits = {}
-    for index, split in enumerate(SPLITS):
-        chosen = kept & (numbers == index)
-        offsets = np.concatenate([[0], np.cumsum(encoded.lengths[chosen])]).astype(np.int64)
-        tokens = encoded.tokens[np.repeat(chosen, encoded.lengths)]
-        splits[split] = Corpus(tokens, offsets, encoded.byte_counts[chosen])
-    return TokenStore(
-        name=name,
-        tokenizer=tokenizer.to_dict(),
-        vocab_size=tokenizer.vocab_size,
-        separator=tokenizer.separator,
-        splits=splits,
-        checksums={split: zlib.crc32(corpus.tokens.data) for split, corpus in splits.items()},
-        gzip_bits_per_byte=gzip_bits(encoded.gzipped[kept], encoded.byte_counts[kept]),
-    )
-
-
 def batched(items: Iterable[T]) -> Iterator[list[T]]:
     """Lists of 256 items, and one of the rest."""
     rest = iter(items)
@@ -132,9 +96,7 @@ def batched(items: Iterable[T]) -> Iterator[list[T]]:
         yield batch
 
 
-def encode_part(
-    index: int, part: Part, partial: Path, columns: Columns, tokenizer: Mapping[str, Any], fractions: Fractions
-) -> None:
+def encode_part(index: int, part: Part, partial: Path, columns: Columns, tokenizer: Mapping[str, Any]) -> None:
     """Write the tokens of a part, its counts and its malformed lines to a file in the folder `partial`."""
     counts = dict.fromkeys(COUNTS, 0)
     malformed: list[str] = []
@@ -151,7 +113,7 @@ def encode_part(
                 counts["documents"] += 1
                 yield one
 
-    encoded = encode(documents(), tokenizer_from_dict(tokenizer), fractions)
+    encoded = encode(documents(), tokenizer_from_dict(tokenizer))
     path = encoded_path(partial, index)
     unfinished = path.with_suffix(".unfinished")
     with unfinished.open("wb") as file:

@@ -8,18 +8,17 @@ from pydantic import Field, model_validator
 
 from longseq.tasks.config import Count, Keys, Positive, Share, key
 
-_PREPARED = ("python_sources", "files")
 # The sources that read a key; all of them read the others.
 READ_BY: dict[str, tuple[str, ...]] = {
     "root": ("files", "tokens"),
     "weights": ("files", "tokens"),
-    "tokenizer": _PREPARED,
-    "separator": _PREPARED,
+    "tokenizer": ("files",),
+    "separator": ("files",),
     "column": ("files",),
     "prompt_column": ("files",),
-    "validation": ("standard_library", *_PREPARED),
-    "test": ("standard_library", *_PREPARED),
-    "cache": _PREPARED,
+    "validation": ("standard_library", "files"),
+    "test": ("standard_library", "files"),
+    "cache": ("standard_library", "files"),
 }
 
 
@@ -27,7 +26,7 @@ class TextDataKeys(Keys):
     """The keys of `data`."""
 
     name: str = key(..., "the name in tables")
-    source: Literal["standard_library", "python_sources", "files", "tokens"] = key(..., "the kind of text")
+    source: Literal["standard_library", "files", "tokens"] = key(..., "the kind of text")
     root: str | Annotated[list[str], Field(min_length=1)] | None = key(
         None, "a file, a folder, or a list, mixed by weights"
     )

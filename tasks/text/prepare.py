@@ -102,7 +102,7 @@ def prepare(
         }
         processes = min(processes or usable_cores(), len(waiting))
         with progress_bar("encoding", len(parts), done=len(parts) - len(waiting)) as advance:
-            for _ in documents.encode_parts(waiting, processes, partial, columns, chosen.to_dict(), fractions):
+            for _ in documents.encode_parts(waiting, processes, partial, columns, chosen.to_dict()):
                 advance(1)
         counts = dict(zip(documents.COUNTS, sum(_arrays(partial, len(parts), "counts")).tolist(), strict=True))
         malformed = np.concatenate(_arrays(partial, len(parts), "malformed")).tolist()[: documents.KEPT]
@@ -163,7 +163,6 @@ def _arrays(partial: Path, count: int, name: str) -> list[Any]:
 def _join(count: int, tokenizer: Tokenizer, fractions: Fractions, partial: Path, output: Path) -> dict[str, Any]:
     """Write the files of all splits; returns the manifest."""
     kept = documents.first_of_equal(np.concatenate(_arrays(partial, count, "hashes")))
-    gzipped, byte_counts = (np.concatenate(_arrays(partial, count, name))[kept] for name in ("gzipped", "byte_counts"))
     has_prompts = any(prompts.any() for prompts in _arrays(partial, count, "prompts"))
     types = file_types(tokenizer.vocab_size, prompts=has_prompts)
     writers = {split: SplitWriter(output, split, types) for split in SPLITS}
@@ -185,7 +184,6 @@ def _join(count: int, tokenizer: Tokenizer, fractions: Fractions, partial: Path,
         **manifest_of(tokenizer, output),
         "fractions": dict(fractions),
         "counts": {"documents": int(kept.sum()), "duplicates": int((~kept).sum())},
-        "gzip_bits_per_byte": documents.gzip_bits(gzipped, byte_counts),
         "splits": {split: writer.close() for split, writer in writers.items()},
     }
 

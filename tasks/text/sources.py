@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import bz2
-import codecs
 import csv
 import gzip
 import hashlib
@@ -59,9 +58,7 @@ class Place(NamedTuple):
     def describe(self) -> str:
         """The place in words."""
         numbers = {"line": self.line, "row": self.row, "byte": self.byte}
-        # A file name that is not UTF-8 has lone surrogates, which cannot be printed.
-        path = self.path.encode(errors="surrogateescape").decode(errors="backslashreplace")
-        return path + "".join(f", {name} {number}" for name, number in numbers.items() if number is not None)
+        return self.path + "".join(f", {name} {number}" for name, number in numbers.items() if number is not None)
 
 
 class Document(NamedTuple):
@@ -124,16 +121,12 @@ def find_parts(
             parts += _parts_of_stream(given, columns)
         elif not path.exists():
             raise FileNotFoundError(f"{given} does not exist")
-        elif path.is_file():
-            parts += group_files([given], size=size) if whole_files else _parts_of_file(path, size)
-        elif whole_files:
-            parts += group_files(files_below(path), size=size)
-        elif is_saved(path):
+        elif is_saved(path) and not whole_files:
             parts += _parts_of_saved(path, size)
         else:
-            files = [Path(file) for file in files_below(path)]
-            parts += [part for file in files if _format_of(file) != "text" for part in _parts_of_file(file, size)]
-            parts += group_files([str(file) for file in files if _format_of(file) == "text"], size=size)
+            formats = {file: "text" if whole_files else _format_of(Path(file)) for file in files_below(path)}
+            parts += [part for file in formats if formats[file] != "text" for part in _parts_of_file(Path(file), size)]
+            parts += group_files([file for file in formats if formats[file] == "text"], size=size)
     if not parts:
         raise ValueError(f"{', '.join(inputs)}: no file with text")
     return parts
@@ -158,15 +151,11 @@ def is_saved(path: Path) -> bool:
 
 
 def files_below(path: Path) -> Iterator[str]:
-    """The files below a folder, including linked folders, in the order of their names, without hidden ones."""
+    """The file, or the files below a folder and linked folders in the order of their names, without hidden ones."""
+    if path.is_file():
+        yield str(path)
     for folder, folders, names in os.walk(path, followlinks=True):
-        # A link to a folder above itself would never end.
-        above = {os.path.realpath(one) for one in (Path(folder), *Path(folder).parents)}
-        folders[:] = sorted(
-            name
-            for name in folders
-            if not name.startswith(".") and os.path.realpath(os.path.join(folder, name)) not in above
-        )
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
         yield from (os.path.join(folder, name) for name in sorted(names) if not name.startswith("."))
 
 
@@ -195,24 +184,14 @@ def _format_of(path: Path) -> str:
 
 def _parts_of_file(path: Path, size: int) -> Iterator[Part]:
     total, format = path.stat().st_size, _format_of(path)
-    if format == "text":
-        yield Part(format, str(path.parent), total, files=(str(path),))
-    elif format == "parquet":
+    if format == "parquet":
         yield from _parts_of_parquet(path, size)
-    elif format == "jsonl" and path.suffix.lower() == ".json" and _is_array(path):
-        yield Part("array", str(path), total)
     elif format == "jsonl":
         for start in range(0, total, size):
             stop = min(total, start + size)
             yield Part(format, str(path), stop - start, start, stop)
     else:
         yield Part(format, str(path), total)
-
-
-def _is_array(path: Path) -> bool:
-    """True for one JSON array in place of lines, as in many sets of instructions."""
-    with path.open("rb") as file:
-        return file.read(1 << 10).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
 
 
 def _parts_of_parquet(path: Path, size: int) -> Iterator[Part]:
@@ -310,15 +289,6 @@ def _parse(line: bytes, columns: Columns, place: Place) -> Document | Malformed:
     return _document(row, columns, place)
 
 
-def _read_array(part: Part, columns: Columns) -> Found:
-    try:
-        rows = json.loads(Path(part.path).read_bytes().decode("utf-8-sig"))
-    except ValueError as error:
-        raise ValueError(f"{part.path}: {error}") from error
-    for number, row in enumerate(rows):
-        yield _document(row, columns, Place(part.path, row=number))
-
-
 def _read_table(part: Part, columns: Columns) -> Found:
     rows = read_rows(Path(part.path))
     _, header = next(rows, (0, []))
@@ -400,7 +370,6 @@ def _read_files(part: Part, columns: Columns) -> Found:
 _READERS: dict[str, Callable[[Part, Columns], Found]] = {
     "jsonl": _read_jsonl,
     "compressed": _read_compressed,
-    "array": _read_array,
     "csv": _read_table,
     "tsv": _read_table,
     "parquet": _read_parquet,

@@ -60,7 +60,6 @@ class Corpus(NamedTuple):
 class TokenStore:
     """Prepared tokens by split, and the tokenizer that made them (`Tokenizer.to_dict`).
 
-    gzip_bits_per_byte: of the test documents after gzip -9; None without any.
     checksums: the CRC-32 of the tokens of each split.
     """
 
@@ -70,7 +69,6 @@ class TokenStore:
     separator: int
     splits: dict[str, Corpus]
     checksums: dict[str, int]
-    gzip_bits_per_byte: float | None = None
 
 
 def token_type(vocab_size: int) -> Any:
@@ -125,7 +123,6 @@ def open_store(root: str | Path, *, check: bool = True) -> TokenStore:
         separator=manifest["separator"],
         splits=splits,
         checksums={split: entry["files"]["tokens"]["crc32"] for split, entry in manifest["splits"].items()},
-        gzip_bits_per_byte=manifest["gzip_bits_per_byte"],
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -186,16 +186,12 @@ class TextInfo(Info):
     window: the length of training windows in tokens.
     tokenizer: what `Tokenizer.to_dict` returns.
     sizes: the windows of each split.
-    text_bytes: the bytes of the targets of val and test.
-    gzip_bits_per_byte: the bits per byte of the test documents after gzip -9, each by itself; None if unknown.
     """
 
     vocab_size: int
     separator: int
     window: int
     tokenizer: dict[str, Any]
-    text_bytes: dict[str, int] = field(default_factory=dict)
-    gzip_bits_per_byte: float | None = None
 
     _changed = "another text"  # a few other words may leave as many windows
     _meaning = ("tokenizer", "separator")

@@ -143,7 +143,13 @@ def test_every_experiment_runs(experiment, compose_config, tmp_path, monkeypatch
             "data.pin_memory=false",
             "model.d_model=16",
         ]
-        data = ["data.source=standard_library", "data.window=2", "callbacks.text_samples=null", *small]
+        data = [
+            "data.source=standard_library",
+            f"data.cache={tmp_path}",
+            "data.window=2",
+            "callbacks.text_samples=null",
+            *small,
+        ]
     elif name.startswith("probe/"):
         data = [f"data.{split}=[{{samples: 4}}]" for split in ("train", "validation", "test")]
     elif name.startswith("document/"):

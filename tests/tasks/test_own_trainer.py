@@ -201,13 +201,12 @@ def test_predictions_of_texts_are_in_the_order_of_the_split(tmp_path, reset_stat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("packing", ["packed", "padded"])
 @pytest.mark.parametrize("test", ["test.jsonl", 0.4])
-def test_predictions_of_documents_are_in_the_order_of_the_split(tmp_path, packing, test):
+def test_predictions_of_documents_are_in_the_order_of_the_split(tmp_path, test):
     write_jsonl(tmp_path / "rows.jsonl", make_rows())
     rows = make_rows(30, seed=1)
     write_jsonl(tmp_path / "test.jsonl", [*rows[:5], "no document", *rows[5:]])
-    data = open_documents(tmp_path, root=str(tmp_path), train="rows.jsonl", test=test, packing=packing, batch_size=600)
+    data = open_documents(tmp_path, root=str(tmp_path), train="rows.jsonl", test=test, batch_size=600)
     torch.manual_seed(0)
     model = TextClassifier(num_classes=3, vocab_size=data.info.vocab_size, d_model=16, depth=1, mixer="deltanet")
     module = DocumentTask(model, info=data.info, training=TRAINING)

@@ -28,7 +28,12 @@ def test_a_recipe_trains_on_a_gpu(name, compose_config, tmp_path, monkeypatch):
     monkeypatch.setattr(corpora, "standard_library_files", lambda: files)
     length = ("recipe.epochs=null", "recipe.updates=3", "+trainer.limit_val_batches=1", "+trainer.limit_test_batches=1")
     if "task=lm" in RECIPES[name]:
-        length += ("recipe.batch_size=1024", "recipe.tokens=null", "recipe.validate_every_updates=null")
+        length += (
+            f"data.cache={tmp_path}",
+            "recipe.batch_size=1024",
+            "recipe.tokens=null",
+            "recipe.validate_every_updates=null",
+        )
     config = compose_config("train", *RECIPES[name], "trainer=gpu", *length, f"output={tmp_path / 'run'}")
     assert math.isfinite(train.run(config))
     assert 0 < json.loads((tmp_path / "run" / "metrics.json").read_text())["gpu_memory_gib"] < 4

@@ -109,10 +109,10 @@ def document_metadata(model: Any, data: Mapping[str, Any], *, extra: Mapping[str
     metadata |= _decision(data, "a document")
     if data.get("source") is not None:
         # Imported here: an export of other models needs no training packages.
-        from longseq.tasks.document.sources import describe_preparation, preparation_of
+        from longseq.tasks.document.sources import preparation_of
 
         if (prepare := preparation_of(data["source"])) is not None:
-            metadata |= {"source": data["source"], "preparation": describe_preparation(data["source"], prepare)}
+            metadata |= {"source": data["source"], "preparation": f"{prepare.__module__}.{prepare.__qualname__}"}
     metadata["vocab_size"] = model.body.vocab_size
     if model.body.max_length is not None:
         metadata["positions"] = model.body.max_length

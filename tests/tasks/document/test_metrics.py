@@ -8,7 +8,7 @@ import torch
 from sklearn.metrics import accuracy_score, average_precision_score, f1_score
 
 from longseq.tasks.document.config import DocumentInfo
-from longseq.tasks.document.report import ScoresByLength, make_scores
+from longseq.tasks.document.report import TABLES, ScoresByLength
 from longseq.tasks.training.metrics import decide, update_metrics
 
 CLASSES, DOCUMENTS = 4, 60
@@ -54,7 +54,8 @@ def expected(probabilities, targets, multi_label):
 @pytest.mark.parametrize("multi_label", [False, True])
 def test_metrics_are_those_of_scikit_learn(multi_label):
     probabilities, targets, lengths = draw(multi_label)
-    scores, by_length = make_scores(CLASSES, multi_label), ScoresByLength(make_info(multi_label))
+    scores = {name: make(CLASSES) for name, make in TABLES[multi_label].always.items()}
+    by_length = ScoresByLength(make_info(multi_label))
     for part in torch.arange(DOCUMENTS).split(13):
         decisions = decide(probabilities[part], None, multi_label=multi_label)
         update_metrics(scores, probabilities[part], decisions, targets[part].long())

@@ -45,23 +45,16 @@ def make_model():
     return model
 
 
-def make_batch(numbers, multi_label=False, packed=True):
-    """A batch of some documents, with an empty place, and in packed rows a sequence of padding."""
+def make_batch(numbers, multi_label=False):
+    """A batch of some documents, with an empty place and a sequence of padding."""
     documents, empty = [DOCUMENTS[number] for number in numbers], PLACES - len(numbers)
     lengths = torch.tensor([len(one) for one in documents] + [0] * empty)
-    if packed:
-        row = [token for one in documents for token in one] + [10] * 4
-        borders = [0, *lengths[: len(numbers)].cumsum(0).tolist()] + [len(row)] * empty
-        tokens, cu_seqlens, mask = torch.tensor([row]), torch.tensor(borders, dtype=torch.int32), None
-    else:
-        tokens = torch.full((PLACES, 8), 10)
-        mask = torch.arange(8) < lengths[:, None]
-        cu_seqlens = None
-        for place, one in enumerate(documents):
-            tokens[place, : len(one)] = torch.tensor(one)
+    row = [token for one in documents for token in one] + [10] * 4
+    borders = [0, *lengths[: len(numbers)].cumsum(0).tolist()] + [len(row)] * empty
+    tokens, cu_seqlens = torch.tensor([row]), torch.tensor(borders, dtype=torch.int32)
     places = torch.tensor([*numbers, *[-1] * empty])
     whole = torch.where(places >= 0, 600 * places + 1, 0)
-    inputs = DocumentInputs(tokens, cu_seqlens, mask, 8, lengths, whole, places, len(numbers), int(lengths.sum()))
+    inputs = DocumentInputs(tokens, cu_seqlens, 8, lengths, whole, places, len(numbers), int(lengths.sum()))
     if multi_label:
         targets = torch.cat([LABELS[list(numbers)], torch.zeros(empty, CLASSES)])
     else:
@@ -87,7 +80,7 @@ class Memory(LightningDataModule):
     val_dataloader = test_dataloader = train_dataloader
 
 
-def fit(parts, info, *, smoothing=0.0, packed=True, accumulate=1, **options):
+def fit(parts, info, *, smoothing=0.0, accumulate=1, **options):
     """The weights after one update by gradient descent on all documents."""
     descent = Training(
         learning_rate=1.0,
@@ -105,7 +98,7 @@ def fit(parts, info, *, smoothing=0.0, packed=True, accumulate=1, **options):
         **silent,
         **options,
     )
-    trainer.fit(module, datamodule=Memory(parts, multi_label=info.multi_label, packed=packed))
+    trainer.fit(module, datamodule=Memory(parts, multi_label=info.multi_label))
     return module.backbone.state_dict()
 
 
@@ -140,7 +133,7 @@ def test_an_update_is_of_the_mean_over_its_documents(multi_label):
     info = make_info(multi_label, WEIGHTS)
     wanted = expected(info, 0.1)
     assert_same(fit([[0, 1, 2], [3, 4, 5]], info, smoothing=0.1, accumulate=2), wanted)
-    assert_same(fit([[0, 1, 2, 3, 4], [5]], info, smoothing=0.1, accumulate=2, packed=False), wanted)
+    assert_same(fit([[0, 1, 2, 3], [4, 5]], info, smoothing=0.1, accumulate=2), wanted)
     in_segments = replace(info, segment=2)
     assert_same(fit([[0, 1, 2], [3, 4, 5]], in_segments, smoothing=0.1, accumulate=2), wanted)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from longseq.tasks.document.batch import Chosen, DocumentSampler, EveryDocument, PackedSampler, PaddedSampler
+from longseq.tasks.document.batch import Chosen, EveryDocument, PackedSampler
 
 
 def draw_lengths(median: int, count: int, spread: float = 0.8, seed: int = 0) -> np.ndarray:
@@ -13,71 +13,58 @@ def draw_lengths(median: int, count: int, spread: float = 0.8, seed: int = 0) ->
     return np.maximum(20, lengths).astype(np.int64)
 
 
-def batches(sampler: DocumentSampler, epoch: int = 0) -> list[Chosen]:
+def batches(sampler: PackedSampler, epoch: int = 0) -> list[Chosen]:
     sampler.set_epoch(epoch)
     return list(sampler)
 
 
-def together(kind: type[DocumentSampler], lengths: np.ndarray, effective: int, parts: int) -> list[list[int]]:
+def together(lengths: np.ndarray, effective: int, parts: int) -> list[list[int]]:
     """The documents of each effective batch, which `parts` processes share."""
-    samplers = [kind(lengths, effective // parts, seed=3, rank=rank, world_size=parts) for rank in range(parts)]
+    samplers = [
+        PackedSampler(lengths, effective // parts, seed=3, rank=rank, world_size=parts) for rank in range(parts)
+    ]
     found = [batches(sampler) for sampler in samplers]
     return [sorted(number for one in update for number in one.documents) for update in zip(*found, strict=True)]
 
 
 @pytest.mark.parametrize(("median", "count", "most"), [(11000, 1500, None), (1000, 5000, 4096)])
-@pytest.mark.parametrize("kind", [PackedSampler, PaddedSampler])
-def test_at_least_95_percent_of_the_tokens_are_real(
-    kind: type[DocumentSampler], median: int, count: int, most: int | None
-) -> None:
+def test_at_least_95_percent_of_the_tokens_are_real(median: int, count: int, most: int | None) -> None:
     lengths = np.minimum(draw_lengths(median, count), most or 10**9)
-    sampler = kind(lengths, 1 << 18, seed=0)
-    found = batches(sampler)
-    whole = sum(one.places * one.length if one.length else 1 << 18 for one in found)
-    assert sum(lengths[one.documents].sum() for one in found) >= 0.95 * whole
+    found = batches(PackedSampler(lengths, 1 << 18, seed=0))
+    assert sum(lengths[one.documents].sum() for one in found) >= 0.95 * (1 << 18) * len(found)
     for one in found:
-        if one.length is None:
-            assert lengths[one.documents].sum() <= 1 << 18
-            assert len(one.documents) < one.places
-        else:
-            assert one.length * one.places <= 1 << 18
-            assert lengths[one.documents].max() <= one.length
+        assert lengths[one.documents].sum() <= 1 << 18
+        assert len(one.documents) < one.places
 
 
-@pytest.mark.parametrize("kind", [PackedSampler, PaddedSampler])
-def test_effective_batches_do_not_depend_on_the_processes(kind: type[DocumentSampler]) -> None:
+def test_effective_batches_do_not_depend_on_the_processes() -> None:
     lengths = np.minimum(draw_lengths(1000, 800), 4096)
-    alone = together(kind, lengths, 1 << 16, 1)
-    assert together(kind, lengths, 1 << 16, 2) == alone
-    assert together(kind, lengths, 1 << 16, 4) == alone
-    one = kind(lengths, 1 << 15, seed=3, accumulate=2)
+    alone = together(lengths, 1 << 16, 1)
+    assert together(lengths, 1 << 16, 2) == alone
+    assert together(lengths, 1 << 16, 4) == alone
+    one = PackedSampler(lengths, 1 << 15, seed=3, accumulate=2)
     found = batches(one)
     assert [sorted(a.documents + b.documents) for a, b in zip(found[::2], found[1::2], strict=True)] == alone
 
 
-@pytest.mark.parametrize("kind", [PackedSampler, PaddedSampler])
-def test_an_epoch_is_a_function_of_the_seed_and_its_number(kind: type[DocumentSampler]) -> None:
+def test_an_epoch_is_a_function_of_the_seed_and_its_number() -> None:
     lengths = np.minimum(draw_lengths(1000, 800), 4096)
-    sampler = kind(lengths, 1 << 14, seed=3)
-    first, again = batches(sampler), batches(kind(lengths, 1 << 14, seed=3))
+    sampler = PackedSampler(lengths, 1 << 14, seed=3)
+    first, again = batches(sampler), batches(PackedSampler(lengths, 1 << 14, seed=3))
     assert first == again
-    other, reseeded = batches(sampler, 1), batches(kind(lengths, 1 << 14, seed=4))
+    other, reseeded = batches(sampler, 1), batches(PackedSampler(lengths, 1 << 14, seed=4))
     assert len(other) == len(first) == len(sampler)
     assert other != first
     assert reseeded != first
     read = [number for one in first for number in one.documents]
     assert len(read) == len(set(read))
-    # Only packed rows that fill no effective batch are left out.
-    assert len(read) == 800 if kind is PaddedSampler else len(read) > 780
+    assert len(read) > 780  # only rows that fill no effective batch are left out
 
 
-@pytest.mark.parametrize("packed", [True, False])
-def test_evaluation_reads_each_document_once_on_any_number_of_processes(packed: bool) -> None:
+def test_evaluation_reads_each_document_once_on_any_number_of_processes() -> None:
     lengths = draw_lengths(300, 101)
     for ranks in (1, 2, 3):
-        found = [
-            list(EveryDocument(lengths, 8192, packed=packed, rank=rank, world_size=ranks)) for rank in range(ranks)
-        ]
+        found = [list(EveryDocument(lengths, 8192, rank=rank, world_size=ranks)) for rank in range(ranks)]
         assert len({len(one) for one in found}) == 1
         read = [number for one in found for batch in one for number in batch.documents]
         assert sorted(read) == list(range(101))

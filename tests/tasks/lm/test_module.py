@@ -129,13 +129,13 @@ def test_streams_go_on_where_the_last_batch_ended(mixer):
     module = LanguageModelTask(model, info=INFO)
     tokens = torch.randint(V, (2, 12), generator=torch.Generator().manual_seed(0))
     whole, _ = model.forward_features(tokens)
-    fresh = torch.tensor([False, False])
+    fresh, rows = torch.tensor([False, False]), torch.arange(2)
     parts = [
-        module._features(TokenInputs(part, None, 6, 12, 12, Carry(None, None, fresh)), "train")
+        module._features(TokenInputs(part, None, 6, 12, 12, Carry(rows, rows, fresh)), "train")
         for part in tokens.split(6, dim=1)
     ]
     torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=1e-12, atol=1e-12)
-    again = module._features(TokenInputs(tokens[:, :6], None, 6, 12, 12, Carry(None, None, ~fresh)), "train")
+    again = module._features(TokenInputs(tokens[:, :6], None, 6, 12, 12, Carry(rows, rows, ~fresh)), "train")
     torch.testing.assert_close(again, whole[:, :6], msg="a row that is fresh begins anew")
 
 

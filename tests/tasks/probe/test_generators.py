@@ -270,20 +270,6 @@ def test_splits_share_no_sample() -> None:
         make_splits("copy", {"vocab_size": 9, "tokens": 6}, {"train": [{"samples": 600}]}, seed=0)
 
 
-def test_the_cache_gives_the_same_samples(tmp_path: Any) -> None:
-    described = {"train": [{"samples": 20}], "test": [{"samples": 5, "tokens": 12}, {"samples": 5, "name": "usual"}]}
-    made, read = (make_splits("copy", {"tokens": 8}, described, seed=3, folder=str(tmp_path)) for _ in range(2))
-    assert len(list(tmp_path.glob("copy_*.npz"))) == 1
-    assert [one.name for one in read["test"]] == ["12", "usual"]
-    for split in made:
-        for one, other in zip(made[split], read[split], strict=True):
-            assert np.array_equal(one.tokens, other.tokens)
-            assert np.array_equal(one.answers, other.answers)
-            assert other.allowed is None
-    make_splits("copy", {"tokens": 8}, described, seed=4, folder=str(tmp_path))
-    assert len(list(tmp_path.glob("copy_*.npz"))) == 2
-
-
 @pytest.mark.parametrize(
     ("name", "options"),
     [

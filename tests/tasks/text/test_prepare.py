@@ -57,10 +57,6 @@ def write_saved(path: Path, texts: list[str]) -> None:
     pytest.importorskip("datasets").Dataset.from_dict({"text": texts}).save_to_disk(str(path))
 
 
-def write_array(path: Path, texts: list[str]) -> None:
-    path.write_bytes(b"\xef\xbb\xbf\n" + json.dumps([{"text": text} for text in texts], indent=1).encode())
-
-
 def compress_zstd(content: bytes) -> bytes:
     return pytest.importorskip("pyarrow").compress(content, codec="zstd", asbytes=True)
 
@@ -78,7 +74,6 @@ def write_compressed(path: Path, texts: list[str]) -> None:
 WRITERS: dict[str, Callable[[Path, list[str]], None]] = {
     "a.jsonl": write_jsonl,
     **{f"a.jsonl{ending}": write_compressed for ending in COMPRESSORS},
-    "a.json": write_array,
     "a.csv": write_csv,
     "a.tsv": write_csv,
     "a.parquet": write_parquet,
