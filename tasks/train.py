@@ -33,7 +33,7 @@ from longseq.tasks.training.callbacks.throughput import RunClock, Throughput
 from longseq.tasks.training.class_report import to_csv
 from longseq.tasks.training.configuration import Config, command_word, resolve, with_absolute_root
 from longseq.tasks.training.logger import RunLogger, close_loggers, log_parameters, logged, writes_events
-from longseq.tasks.training.model import freeze, reads_mixer, values_in_force
+from longseq.tasks.training.model import freeze, reads_mixer
 from longseq.tasks.training.module import TrainedModule
 from longseq.tasks.training.recipe import Training, device_batch_size, device_count, effective_learning_rate
 from longseq.tasks.training.runs import locked
@@ -86,16 +86,12 @@ def _train(config: dict[str, Any], folder: Path) -> float | None:
     if torch.cuda.is_available():
         torch.set_float32_matmul_precision(config["matmul_precision"])
     if checkpoint is not None:
-        given, config = config, runs.chosen_in(checkpoint, config)
-        _print_kept(given, config)
-    init = config["init"]
-    if checkpoint is not None and init is not None:
-        config = {**config, "init": str(checkpoint)}  # the run needs the file no longer
+        config = automatic.as_chosen_before(config, runs.saved_config(checkpoint) or {})
     wanted = config
     config, datamodule, reason = _open(wanted)
     if automatic.plans(config):
         config, reason = choose(automatic.with_found(wanted, updates=_plan(config, datamodule)), datamodule.info)
-    config = with_absolute_root({**config, "init": init})  # so that `evaluate` finds the data from any working folder
+    config = with_absolute_root(config)  # so that `evaluate` finds the data from any working folder
     if reason is not None:
         _print(reason)
     if automatic.searches(config):
@@ -111,13 +107,12 @@ def _train(config: dict[str, Any], folder: Path) -> float | None:
         module.check_continues(runs.contents_of(checkpoint), trainer, datamodule)
         if _is_first_process():
             runs.bring_best(checkpoint, folder)  # after all errors: a refused run leaves no folder
-    in_force = values_in_force(config, module.backbone)
-    _save_config(in_force, folder)
+    _save_config(config, folder)
     _announce(config, datamodule.info, module, checkpoint, events=writes_events(trainer.loggers))
     device = trainer.strategy.root_device
     try:
         with stoppable(trainer):
-            log_parameters(trainer.loggers, dict(runs.flatten(in_force)))
+            log_parameters(trainer.loggers, dict(runs.flatten(config)))
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()  # a sweep trains several models in this process
             trainer.fit(module, datamodule=datamodule, ckpt_path=checkpoint, weights_only=True)
@@ -296,16 +291,6 @@ def _announce(
         _print("nothing to resume: no run of this configuration; starting anew")
     shown = f"   ({_tensorboard(Path(config['output']))})" if events else ""
     _print(f"writing to {shorten(config['output'])}{shown}")
-
-
-@rank_zero_only
-def _print_kept(given: Config, config: Config) -> None:
-    """Print the values of `trainer` that a resumed run keeps from its beginning."""
-    values = dict(runs.flatten(config))
-    old = dict(runs.flatten(given))
-    kept = [f"{key}={values[key]}" for key in runs.KEPT_KEYS if values.get(key) != old.get(key)]
-    if kept:
-        _print(f"as the run began: {', '.join(kept)}")
 
 
 @rank_zero_only

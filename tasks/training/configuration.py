@@ -9,7 +9,6 @@ import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, TypeVar
 
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from longseq.tasks.config import Count, Keys, Positive, Share, key, read
@@ -106,11 +105,6 @@ def _given(section: Any) -> Any:
     if not isinstance(section, dict):
         return section
     return {name: _given(value) for name, value in section.items() if not (isinstance(value, str) and value == "???")}
-
-
-def command_words() -> list[str] | None:
-    """The overrides of the command that runs; None without one."""
-    return list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else None
 
 
 def read_command(keys: type[T], config: DictConfig) -> T:

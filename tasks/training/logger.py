@@ -17,7 +17,6 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch.utils.tensorboard.summary import hparams
 
 from longseq.tasks.training import targets
-from longseq.tasks.training.runs import CONFIG_FILE
 
 _log = logging.getLogger(__name__)
 _FORMAT = "[%(asctime)s][%(name)s][%(levelname)s] - %(message)s"  # as Hydra's
@@ -106,28 +105,14 @@ def close_loggers(loggers: Iterable[Logger]) -> None:
             logger.experiment.finish()
 
 
-class _RunLogFile(logging.FileHandler):
-    """Keeps records until the run has written its configuration: a wrong command leaves no file."""
-
-    def __init__(self, file: Path) -> None:
-        super().__init__(file, encoding="utf-8", errors="backslashreplace", delay=True)
-        self.setFormatter(logging.Formatter(_FORMAT))
-        self._begun = file.with_name(CONFIG_FILE)
-        self._early: list[logging.LogRecord] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._early.append(record)
-        while self._early and self._begun.is_file():
-            super().emit(self._early.pop(0))
-
-
 @contextmanager
 def logged(file: Path | None) -> Iterator[None]:
     """Append log records to `file` in a run folder, if given: all of this package, and warnings of others."""
     if file is None:
         yield
         return
-    handler = _RunLogFile(file)
+    handler = logging.FileHandler(file, encoding="utf-8", delay=True)
+    handler.setFormatter(logging.Formatter(_FORMAT))
     root, package = logging.getLogger(), logging.getLogger("longseq")
     level = package.level
     root.addHandler(handler)

@@ -8,8 +8,8 @@ import math
 import os
 import pickle
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from longseq.files import replacing
 from longseq.tasks.data.info import Info
 from longseq.tasks.registry import read_experiment
 from longseq.tasks.training.automatic import as_chosen_before
-from longseq.tasks.training.configuration import command_words, flatten, resolve, with_absolute_root
+from longseq.tasks.training.configuration import flatten, resolve, with_absolute_root
 
 _log = logging.getLogger(__name__)
 
@@ -60,9 +60,6 @@ FREE_KEYS = (
     "plugins",  # a checkpoint names the used ones, a command the declared ones
 )
 
-# Keys that files of `trainer` set for their hardware. A resumed run keeps them unless the command gives them.
-KEPT_KEYS = ("trainer.log_every_n_steps", "trainer.precision")
-
 # Keys of a run's end. A schedule with a constant rate (wsd) does not depend on them before its decay.
 LENGTH_KEYS = (
     "recipe.epochs",
@@ -91,7 +88,6 @@ def run_folder(fresh: str, *, _root_: DictConfig) -> str:
     if resume is True:
         return str(_newest_run(Path(fresh).parent, wanted) or _own(fresh))
     saved = saved_config(Path(resume)) or {}
-    wanted = as_begun(wanted, saved, OmegaConf.select(_root_, "hydra.overrides.task"))
     changed = {key for key, _, _ in differences(saved, wanted)} if saved else set()
     folder = Path(resume).resolve().parent.parent
     ends_elsewhere = bool(changed & {*LENGTH_KEYS}) and not differences(saved, wanted, named=True)
@@ -132,8 +128,7 @@ def checkpoint_to_resume(config: Mapping[str, Any]) -> Path | None:
     saved = saved_config(path)
     if saved is None:
         raise ValueError(f"{path} is not a checkpoint of `longseq train`")
-    wanted = as_begun(config, saved, command_words()) if named else config
-    if changed := differences(saved, wanted, named=named):
+    if changed := differences(saved, config, named=named):
         shown = "; ".join(f"{key}: {old!r} there, {new!r} here" for key, old, new in changed[:5])
         raise ValueError(f"{path} was trained with another configuration ({shown})")
     return path
@@ -209,25 +204,6 @@ def newest_checkpoint(folder: Path) -> Path | None:
     return path if path.is_file() else None
 
 
-def chosen_in(checkpoint: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration with the values that the run of a checkpoint chose, where `config` leaves them open."""
-    saved = saved_config(checkpoint) or {}
-    return as_begun(as_chosen_before(config, saved), saved, command_words())
-
-
-def as_begun(config: Mapping[str, Any], saved: Mapping[str, Any], words: Sequence[str] | None) -> dict[str, Any]:
-    """The configuration with the values of KEPT_KEYS in `saved`, unless `words` of the command give them.
-
-    Without a command (`words` is None) the configuration stays as it is.
-    """
-    if words is None:
-        return dict(config)
-    given = {word.lstrip("+~").partition("=")[0] for word in words}
-    earlier = {f"trainer.{name}": (name, value) for name, value in saved.get("trainer", {}).items()}
-    kept = dict(earlier[key] for key in KEPT_KEYS if key in earlier and key not in given)
-    return {**config, "trainer": {**config["trainer"], **kept}}
-
-
 def contents_of(checkpoint: Path) -> dict[str, Any]:
     """The content of a checkpoint, read without unpickling code."""
     import torch  # the resolvers of this module, which `--help` needs, do without it
@@ -276,9 +252,8 @@ def _best_score(checkpoint: Path) -> float | None:
 def locked(folder: Path) -> Iterator[None]:
     """Hold the lock of a run folder, which the system releases when the process ends.
 
-    Folders that this makes are removed again if they stay empty. ValueError if another process holds the lock.
+    ValueError if another process holds the lock.
     """
-    made = [place for place in (folder, *folder.parents) if not place.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / LOCK_FILE
     try:
@@ -290,10 +265,6 @@ def locked(folder: Path) -> Iterator[None]:
                 path.unlink(missing_ok=True)
     except Timeout:
         raise ValueError(f"another process is writing to {folder}") from None
-    finally:
-        with suppress(OSError):
-            for place in made:
-                place.rmdir()
 
 
 def is_locked(folder: Path) -> bool:
