@@ -21,7 +21,6 @@ from omegaconf import DictConfig, OmegaConf
 from longseq.tasks import comparison
 from longseq.tasks.circumstances import find_circumstances
 from longseq.tasks.commands import Compare
-from longseq.tasks.comparison_costs import cost_table, find_costs, plot_curves
 from longseq.tasks.comparison_runs import Trial, config_folders, device_of, find_places, run_all
 from longseq.tasks.config import UNITS, read
 from longseq.tasks.costs import match_parameters
@@ -82,15 +81,15 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     # Metrics chosen by name, such as f1_weighted, are no slices of the reported one (f1).
     named = {f"test/{name}" for trial in trials for name in trial.config["task"].get("metrics") or ()}
     _train(trials, slots, results, "rows", folder, named)
-    results["costs"] = find_costs(results, folder)
+    results["costs"] = comparison.find_costs(results, folder)
     write_text(folder / RESULTS_FILE, json.dumps(results, indent=2) + "\n")
     write_text(folder / TABLE_FILE, comparison.markdown(results))
     print_rows(comparison.table(results))
-    print_rows(cost_table(results))
+    print_rows(comparison.cost_table(results))
     if keys.plot:
         comparison.plot(results, folder / PLOT_FILE)
         if any(entry["curves"] for entry in results["costs"]):
-            plot_curves(results, folder / CURVES_FILE)
+            comparison.plot_curves(results, folder / CURVES_FILE)
     _refuse_failures([*results.get("tries", ()), *results["rows"]])
     return results
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from datetime import timedelta
@@ -69,19 +68,11 @@ class TrainingProgress(RichProgressBar):
     ) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         self._units += count_units(batch) * trainer.world_size
-        if self._is_line_due() and not trainer.is_last_batch:
+        due = self.is_disabled and time.monotonic() - self._printed_at >= self.line_seconds
+        if due and not trainer.is_last_batch:
             place = [f"epoch {_epoch(trainer)}", _update(trainer, pl_module)]
             facts = [*_spell(trainer, "train/loss"), self._rate(), self._time_left(trainer, pl_module)]
             self._print(trainer, *place, *facts)
-
-    def on_validation_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        super().on_validation_batch_end(trainer, *args, **kwargs)
-        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
-            self._print_evaluation(trainer, "validating", args[3], trainer.num_val_batches[0])
-
-    def on_test_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        super().on_test_batch_end(trainer, *args, **kwargs)
-        self._print_evaluation(trainer, "testing", args[3], trainer.num_test_batches[0])
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_validation_end(trainer, pl_module)
@@ -106,13 +97,6 @@ class TrainingProgress(RichProgressBar):
             facts.append(f"{memory / 2**30:.2f} GiB")
         self._has_validated = False
         self._print(trainer, place, *facts, self._time_left(trainer, module))
-
-    def _print_evaluation(self, trainer: Trainer, stage: str, batch_idx: int, batches: float) -> None:
-        if self._is_line_due():
-            self._print(trainer, f"{stage}: batch {batch_idx + 1}" + ("" if math.isinf(batches) else f" of {batches}"))
-
-    def _is_line_due(self) -> bool:
-        return self.is_disabled and time.monotonic() - self._printed_at >= self.line_seconds
 
     def _print(self, trainer: Trainer, *facts: str) -> None:
         self._printed_at = time.monotonic()
