@@ -239,11 +239,9 @@ def _run_facts(trainer: Trainer, module: TrainedModule) -> dict[str, Any]:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, RunClock):
             facts["seconds"] = round(callback.seconds, 1)
-        if isinstance(callback, Throughput) and callback.mean.rate is not None:
-            facts[f"{callback.unit}_per_second"] = round(callback.mean.rate, 1)
-            if callback.mean.token_rate is not None:
-                facts["tokens_per_second"] = round(callback.mean.token_rate, 1)
-            facts["data_wait_ms"] = round(callback.mean.data_wait_ms or 0.0, 2)
+        if isinstance(callback, Throughput):
+            rates = callback.rates(callback.run)
+            facts |= {name: round(value, 2 if name == "data_wait_ms" else 1) for name, value in rates.items()}
     return facts
 
 
