@@ -27,7 +27,9 @@ from longseq.tasks.costs import match_parameters
 from longseq.tasks.registry import read_experiment
 from longseq.tasks.report import print_rows, quiet_libraries, shorten
 from longseq.tasks.training import runs
+from longseq.tasks.training.automatic import MINUTES
 from longseq.tasks.training.configuration import resolve, spell_value, with_absolute_root
+from longseq.tasks.training.schedule import WARMUPS
 from longseq.tasks.training.system import write_text
 from longseq.tasks.training.words import with_length
 
@@ -200,19 +202,12 @@ def _set(values: Mapping[str, Any]) -> list[str]:
 
 def _shorten(composed: DictConfig, part: float) -> dict[str, Any]:
     """The keys that shorten a run and its warm-up to a part of their lengths."""
-    shorter: dict[str, Any] = {}
-    for unit in UNITS:
-        schedule = composed.recipe.get("schedule") or {}
-        for key, value in (
-            (unit, composed.recipe.get(unit)),
-            (f"schedule.warmup_{unit}", schedule.get(f"warmup_{unit}")),
-        ):
-            if value:
-                exact = value * part
-                shorter[f"recipe.{key}"] = exact if unit == "tokens" or "warmup_epochs" in key else max(1, round(exact))
-    if not any(f"recipe.{unit}" in shorter for unit in UNITS):
-        raise ValueError("rates_at shortens runs with recipe.epochs, recipe.updates or recipe.tokens")
-    return shorter
+    recipe = composed.recipe
+    lengths = {f"recipe.{unit}": recipe.get(unit) for unit in (*UNITS, MINUTES)}
+    lengths |= {f"recipe.schedule.{name}": (recipe.get("schedule") or {}).get(name) for name in WARMUPS}
+    whole = ("recipe.epochs", "recipe.updates", "recipe.schedule.warmup_updates")
+    shorter = {key: value * part for key, value in lengths.items() if value}
+    return {key: max(1, round(value)) if key in whole else value for key, value in shorter.items()}
 
 
 def _combine(overrides: Sequence[str]) -> list[str]:

@@ -9,9 +9,11 @@ the other commands.
 from __future__ import annotations
 
 import difflib
+import functools
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -101,7 +103,9 @@ def describe_error(error: ValidationError, cls: type[BaseModel], values: Any, pl
     path = _find_path(first["loc"], values) + ([first["loc"][-1]] if first["type"] == "missing" else [])
     name = ".".join(filter(None, [place, *map(str, path)]))
     if first["type"] == "extra_forbidden":
-        return unknown_key(str(path[-1]), _keys_at(cls, path[:-1]), name.rpartition(".")[0])
+        section = functools.reduce(operator.getitem, path[:-1], values)
+        known = list(cls.model_fields) if len(path) == 1 else [other for other in section if other != path[-1]]
+        return unknown_key(str(path[-1]), known, name.rpartition(".")[0])
     if first["type"] == "missing":
         return f"{name} is missing: give {name}=..."
     allowed = [one["msg"] for one in wrong if _find_path(one["loc"], values) == path]
@@ -119,26 +123,6 @@ def _find_path(loc: Sequence[Any], values: Any) -> list[Any]:
             path.append(part)
             values = values[part]
     return path
-
-
-def _keys_at(cls: Any, path: Iterable[Any]) -> list[str]:
-    """The keys of the section at `path` below the class `cls`."""
-    for part in path:
-        field = cls.model_fields.get(part) if _is_section(cls) else None
-        cls = next(filter(_is_section, _kinds(field.annotation)), None) if field else None
-    return list(cls.model_fields) if _is_section(cls) else []
-
-
-def _is_section(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, BaseModel)
-
-
-def _kinds(hint: Any) -> list[Any]:
-    """The alternatives of a type."""
-    inner = get_args(hint)
-    if get_origin(hint) is Annotated:
-        return _kinds(inner[0])
-    return [kind for one in inner for kind in _kinds(one)] if inner and not _is_section(hint) else [hint]
 
 
 def unknown_key(name: str, known: Sequence[str], place: str = "") -> str:

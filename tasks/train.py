@@ -31,8 +31,8 @@ from longseq.tasks.training import checkpoint as checkpoints
 from longseq.tasks.training.callbacks.stop import stoppable
 from longseq.tasks.training.callbacks.throughput import RunClock, Throughput
 from longseq.tasks.training.class_report import to_csv
-from longseq.tasks.training.configuration import Config, command_word, resolve, with_absolute_root
-from longseq.tasks.training.logger import RunLogger, close_loggers, log_parameters, logged, writes_events
+from longseq.tasks.training.configuration import Config, command_word, flatten, resolve, with_absolute_root
+from longseq.tasks.training.logger import RunLogger, close_loggers, logged, writes_events
 from longseq.tasks.training.model import freeze, reads_mixer
 from longseq.tasks.training.module import TrainedModule
 from longseq.tasks.training.recipe import Training, device_batch_size, device_count, effective_learning_rate
@@ -68,17 +68,10 @@ def run(cfg: DictConfig) -> float | None:
     try:
         if not _is_first_process():
             return _train(config, folder)
-        with locked(folder), logged(_find_log(folder)):
+        with locked(folder), logged(folder):
             return _train(config, folder)
     finally:
         runs.forget_folders()
-
-
-def _find_log(folder: Path) -> Path | None:
-    """The log of a command, `hydra.job.name`.log in its folder; None without a command or if Hydra writes a log."""
-    if not HydraConfig.initialized() or HydraConfig.get().job_logging["root"] is not None:
-        return None
-    return folder / f"{HydraConfig.get().job.name}.log"
 
 
 def _train(config: dict[str, Any], folder: Path) -> float | None:
@@ -112,15 +105,16 @@ def _train(config: dict[str, Any], folder: Path) -> float | None:
     device = trainer.strategy.root_device
     try:
         with stoppable(trainer):
-            log_parameters(trainer.loggers, dict(runs.flatten(config)))
+            for logger in trainer.loggers:
+                if not isinstance(logger, RunLogger):  # TensorBoard gets the keys at the end, with the results
+                    logger.log_hyperparams(dict(flatten(config)))
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()  # a sweep trains several models in this process
             trainer.fit(module, datamodule=datamodule, ckpt_path=checkpoint, weights_only=True)
-            facts = {}
-            if device.type == "cuda":
-                facts["gpu_memory_gib"] = round(torch.cuda.max_memory_allocated(device) / 2**30, 2)
-            metrics = _test(trainer, module, datamodule)
-        metrics |= _run_facts(trainer, module) | facts
+            memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+            metrics = _test(trainer, module, datamodule) | _run_facts(trainer, module)
+        if memory is not None:
+            metrics["gpu_memory_gib"] = round(memory / 2**30, 2)
         _record(trainer, config, module, metrics, datamodule.info)
     finally:
         close_loggers(trainer.loggers)
@@ -310,14 +304,13 @@ def _record(
     headline = [f"test/{name}" for name in (*report.headline, *asked_for) if name in module.test_metrics]
     rows = [(key, f"{metrics[key]:.4f}") for key in dict.fromkeys(headline) if key in metrics]
     rows += report.rows(module, info)
-    unit = config["task"]["unit"]
-    speed = metrics.get(f"{unit}_per_second")
-    rate = "" if speed is None else f", {speed:.0f} {unit}/s in training"
-    tokens = metrics.get("tokens_per_second") if unit != "tokens" else None
-    rate += "" if tokens is None else f" ({tokens:.0f} tokens/s)"
-    memory = metrics.get("gpu_memory_gib")
-    most = "" if memory is None else f", {memory} GiB of GPU memory"
-    rows.append(("time", f"{metrics['seconds']:.0f} s{rate}{most}"))
+    facts = [f"{metrics['seconds']:.0f} s"]
+    for unit in dict.fromkeys((config["task"]["unit"], "tokens")):
+        if f"{unit}_per_second" in metrics:
+            facts.append(f"{metrics[f'{unit}_per_second']:.0f} {unit}/s")
+    if "gpu_memory_gib" in metrics:
+        facts.append(f"{metrics['gpu_memory_gib']} GiB of GPU memory")
+    rows.append(("time", ", ".join(facts)))
     best = _best_checkpoint(trainer)
     if best:
         if kind_of(module.backbone) is not None:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
@@ -83,13 +84,6 @@ def log_metrics(loggers: Iterable[Logger], metrics: Mapping[str, float], step: i
         logger.log_metrics(metrics=dict(metrics), step=step)
 
 
-def log_parameters(loggers: Iterable[Logger], parameters: Mapping[str, Any]) -> None:
-    """Give the flat configuration to the loggers as a run begins; TensorBoard gets it at the end, with the results."""
-    for logger in loggers:
-        if not isinstance(logger, RunLogger):
-            logger.log_hyperparams(dict(parameters))
-
-
 def writes_events(loggers: Iterable[Logger]) -> bool:
     """True if a run has events that TensorBoard shows."""
     return any(isinstance(logger, TensorBoardLogger) for logger in loggers)
@@ -106,12 +100,15 @@ def close_loggers(loggers: Iterable[Logger]) -> None:
 
 
 @contextmanager
-def logged(file: Path | None) -> Iterator[None]:
-    """Append log records to `file` in a run folder, if given: all of this package, and warnings of others."""
-    if file is None:
+def logged(folder: Path) -> Iterator[None]:
+    """Append log records to `hydra.job.name`.log in a run folder: all of this package, and warnings of others.
+
+    Does nothing without a command, or if Hydra writes a log.
+    """
+    if not HydraConfig.initialized() or HydraConfig.get().job_logging["root"] is not None:
         yield
         return
-    handler = logging.FileHandler(file, encoding="utf-8", delay=True)
+    handler = logging.FileHandler(folder / f"{HydraConfig.get().job.name}.log", encoding="utf-8", delay=True)
     handler.setFormatter(logging.Formatter(_FORMAT))
     root, package = logging.getLogger(), logging.getLogger("longseq")
     level = package.level

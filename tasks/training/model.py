@@ -137,7 +137,7 @@ def freeze(model: nn.Module, part: int | str | None) -> None:
             and the pooling before it, or None.
 
     Raises:
-        ValueError: the model has fewer blocks, or nothing would be left to train.
+        ValueError: nothing would be left to train.
     """
     if part is None:
         return
@@ -147,8 +147,6 @@ def freeze(model: nn.Module, part: int | str | None) -> None:
     layer_of = group_with_matcher(((name, None) for name in names), described.group_matcher(coarse=False), reverse=True)
     blocks = layer_of[_HEAD] - 1
     last = {"embeddings": 0, "body": blocks}[part] if isinstance(part, str) else part
-    if last > blocks:
-        raise ValueError(f"recipe.freeze={part}: the model has {blocks} blocks")
     for name, parameter in model.named_parameters():
         if layer_of[name] <= last:
             parameter.requires_grad_(False)

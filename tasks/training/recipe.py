@@ -36,7 +36,7 @@ class Training:
         hyperparameters: numbers, strings, lists and dictionaries for the checkpoint.
 
     Raises:
-        ValueError: the schedule counts epochs, or there are two warm-ups.
+        ValueError: there are two warm-ups.
     """
 
     learning_rate: float
@@ -48,11 +48,8 @@ class Training:
     hyperparameters: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        options = getattr(self.schedule, "keywords", {})
-        if options.get("step_on_epochs"):
-            raise ValueError("Training(schedule=...): step_on_epochs must be False, as rates are set after each update")
         warmup = None if self.length is None else self.length.warmup
-        if warmup is not None and warmup.count and options.get("warmup_epochs"):
+        if warmup is not None and warmup.count and getattr(self.schedule, "keywords", {}).get("warmup_epochs"):
             raise ValueError("the schedule and the length both have a warm-up: give one of them")
 
     @classmethod

@@ -260,7 +260,8 @@ def build_schedule(recipe: Training, optimizer: Optimizer, epoch: Epoch, total: 
         left = lengths["num_epochs"] - lengths.get("warmup_epochs", 0)
         lengths["num_epochs"] = max(left, 1 / lengths["updates_per_epoch"])
     # timm's default is a step after each epoch.
-    scheduler, _ = recipe.schedule(optimizer, **lengths, **({"step_on_epochs": False} if of_timm else {}))
+    unsaid = of_timm and "step_on_epochs" not in options
+    scheduler, _ = recipe.schedule(optimizer, **lengths, **({"step_on_epochs": False} if unsaid else {}))
     if isinstance(scheduler, Scheduler) and scheduler.t_in_epochs:
         raise ValueError(f"{type(scheduler).__name__} counts epochs, and rates are set after each update")
     if scheduler is None or isinstance(scheduler, LRScheduler):

@@ -70,69 +70,45 @@ class TrainingProgress(RichProgressBar):
         self._units += count_units(batch) * trainer.world_size
         due = self.is_disabled and time.monotonic() - self._printed_at >= self.line_seconds
         if due and not trainer.is_last_batch:
-            place = [f"epoch {_epoch(trainer)}", _update(trainer, pl_module)]
-            facts = [*_spell(trainer, "train/loss"), self._rate(), self._time_left(trainer, pl_module)]
-            self._print(trainer, *place, *facts)
+            self._print_line(trainer, pl_module)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_validation_end(trainer, pl_module)
         self._has_validated = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
         if self._has_validated and not trainer.is_last_batch:
-            self._print_metrics(trainer, pl_module, _update(trainer, pl_module))
+            self._print_line(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_epoch_end(trainer, pl_module)
-        self._print_metrics(trainer, pl_module, f"epoch {_epoch(trainer)}")
+        self._print_line(trainer, pl_module)
 
-    def _print_metrics(self, trainer: Trainer, module: LightningModule, place: str) -> None:
-        facts = [f"last {value}" for value in _spell(trainer, "train/loss")]
-        if self._has_validated:
-            facts += _spell(trainer, "val/loss", self.metric)
-        facts.append(self._rate())
+    def _print_line(self, trainer: Trainer, module: LightningModule) -> None:
+        now, last = time.monotonic(), getattr(module, "last_update", None)
+        done, seconds = trainer.global_step - self._updates_before, now - self._epoch_began
+        most = trainer.max_epochs if trainer.max_epochs and trainer.max_epochs > 0 else "∞"
+        end = "" if last is None else f"/{last}"
+        facts = [f"epoch {trainer.current_epoch + 1}/{most}", f"update {trainer.global_step}{end}"]
+        names = ["train/loss", *(["val/loss", self.metric] if self._has_validated else [])]
+        facts += [f"{name} {value:.4f}" for name, value in _read(trainer, *names).items()]
+        if seconds > 0:
+            facts.append(f"{self._units / seconds:.0f} {self.unit}/s")
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         rate = next((one.evaluation_rate for one in callbacks if isinstance(one, Throughput)), None)
         if self._has_validated and rate is not None:
             facts.append(f"val {rate:.0f} {self.unit}/s")
         if (memory := peak_memory(module.device)) is not None:
             facts.append(f"{memory / 2**30:.2f} GiB")
-        self._has_validated = False
-        self._print(trainer, place, *facts, self._time_left(trainer, module))
-
-    def _print(self, trainer: Trainer, *facts: str) -> None:
-        self._printed_at = time.monotonic()
+        if last is not None and done > 0 and trainer.global_step < last:
+            left = (now - self._began) / done * (last - trainer.global_step)  # at the mean pace since the start
+            facts.append(f"{timedelta(seconds=round(left))} left")
+        self._has_validated, self._printed_at = False, now
         if trainer.is_global_zero:
-            print("  ".join(filter(None, facts)), file=sys.stderr, flush=True)
-
-    def _rate(self) -> str:
-        seconds = time.monotonic() - self._epoch_began
-        return f"{self._units / seconds:.0f} {self.unit}/s" if seconds > 0 else ""
-
-    def _time_left(self, trainer: Trainer, module: LightningModule) -> str:
-        """The time left at the mean pace since the start; empty at the end and without a known end."""
-        last, done = getattr(module, "last_update", None), trainer.global_step - self._updates_before
-        if last is None or done <= 0 or trainer.global_step >= last:
-            return ""
-        seconds = (time.monotonic() - self._began) / done * (last - trainer.global_step)
-        return f"{timedelta(seconds=round(seconds))} left"
+            print("  ".join(facts), file=sys.stderr, flush=True)
 
 
 def _read(trainer: Trainer, *names: str) -> dict[str, float]:
     metrics = trainer.callback_metrics
     return {name: float(metrics[name]) for name in names if name in metrics}
-
-
-def _spell(trainer: Trainer, *names: str) -> list[str]:
-    return [f"{name} {value:.4f}" for name, value in _read(trainer, *names).items()]
-
-
-def _epoch(trainer: Trainer) -> str:
-    total = trainer.max_epochs if trainer.max_epochs and trainer.max_epochs > 0 else "∞"
-    return f"{trainer.current_epoch + 1}/{total}"
-
-
-def _update(trainer: Trainer, module: LightningModule) -> str:
-    end = getattr(module, "last_update", None)
-    return f"update {trainer.global_step}" + ("" if end is None else f"/{end}")
 
 
 class UnreadableSamples(Callback):
