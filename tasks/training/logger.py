@@ -10,16 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
-from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
 from torch.utils.tensorboard.summary import hparams
 
 from longseq.tasks.training import targets
 
-_log = logging.getLogger(__name__)
 _FORMAT = "[%(asctime)s][%(name)s][%(levelname)s] - %(message)s"  # as Hydra's
 
 
@@ -120,12 +117,3 @@ def logged(folder: Path) -> Iterator[None]:
         package.setLevel(level)
         root.removeHandler(handler)
         handler.close()
-
-
-class RunLog(Callback):
-    """Logs the metrics of each validation of a training, by Python's logging."""
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking and trainer.is_global_zero:
-            shown = ", ".join(f"{name} {float(value):.6g}" for name, value in trainer.callback_metrics.items())
-            _log.info("epoch %d, update %d: %s", trainer.current_epoch + 1, trainer.global_step, shown)

@@ -182,7 +182,7 @@ def _inside_the_run(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _newest_run(parent: Path, config: Mapping[str, Any]) -> Path | None:
-    """The newest unfinished run with this configuration, preferably one that no process holds; else a finished one."""
+    """The newest unfinished run with this configuration, else the newest finished one."""
     found = []
     for folder in (path.parent for path in parent.glob(f"*/{CONFIG_FILE}")):
         checkpoint = newest_checkpoint(folder)
@@ -194,8 +194,7 @@ def _newest_run(parent: Path, config: Mapping[str, Any]) -> Path | None:
         except (pickle.UnpicklingError, RuntimeError, EOFError):
             continue  # damaged, or of another program
         if saved is not None and "output" in saved and not differences(saved, config):
-            is_open = finished(folder) is None
-            found.append((is_open, is_open and not is_locked(folder), checkpoint.stat().st_mtime, folder))
+            found.append((finished(folder) is None, checkpoint.stat().st_mtime, folder))
     return max(found)[-1] if found else None
 
 
@@ -258,27 +257,9 @@ def locked(folder: Path) -> Iterator[None]:
     path = folder / LOCK_FILE
     try:
         with FileLock(path, timeout=_PATIENCE):
-            path.write_text(_job(), encoding="utf-8")
             try:
                 yield
             finally:
                 path.unlink(missing_ok=True)
     except Timeout:
         raise ValueError(f"another process is writing to {folder}") from None
-
-
-def is_locked(folder: Path) -> bool:
-    """True if a process of another run writes to a run folder."""
-    path = folder / LOCK_FILE
-    if not path.is_file() or (_job() and path.read_text(encoding="utf-8") == _job()):
-        return False
-    try:
-        with FileLock(path, timeout=0):
-            return False
-    except Timeout:
-        return True
-
-
-def _job() -> str:
-    """The address at which the processes of a run connect; empty for a single process."""
-    return f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}".strip(":")

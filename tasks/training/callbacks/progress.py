@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from datetime import timedelta
@@ -16,6 +17,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from longseq.tasks.data.loader import count_units
 from longseq.tasks.training.callbacks.throughput import Throughput
 from longseq.tasks.training.system import peak_memory, write_text
+
+_log = logging.getLogger(__name__)
 
 
 class TrainingProgress(RichProgressBar):
@@ -103,7 +106,9 @@ class TrainingProgress(RichProgressBar):
             facts.append(f"{timedelta(seconds=round(left))} left")
         self._has_validated, self._printed_at = False, now
         if trainer.is_global_zero:
-            print("  ".join(facts), file=sys.stderr, flush=True)
+            line = "  ".join(facts)
+            print(line, file=sys.stderr, flush=True)
+            _log.info(line)
 
 
 def _read(trainer: Trainer, *names: str) -> dict[str, float]:
