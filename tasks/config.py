@@ -100,14 +100,14 @@ def describe_error(error: ValidationError, cls: type[BaseModel], values: Any, pl
     """The first wrong key of a validation in one line: the key, its value, and what is allowed."""
     wrong = error.errors(include_url=False, include_context=False)
     first = next((one for one in wrong if one["type"] == "extra_forbidden"), wrong[0])
-    path = _find_path(first["loc"], values) + ([first["loc"][-1]] if first["type"] == "missing" else [])
+    path = _find_path(first["loc"], values)
     name = ".".join(filter(None, [place, *map(str, path)]))
     if first["type"] == "extra_forbidden":
         section = functools.reduce(operator.getitem, path[:-1], values)
         known = list(cls.model_fields) if len(path) == 1 else [other for other in section if other != path[-1]]
         return unknown_key(str(path[-1]), known, name.rpartition(".")[0])
     if first["type"] == "missing":
-        return f"{name} is missing: give {name}=..."
+        return f"{'.'.join(filter(None, [name, str(first['loc'][-1])]))} is missing"
     allowed = [one["msg"] for one in wrong if _find_path(one["loc"], values) == path]
     reason = " or ".join(dict.fromkeys(text.removeprefix("Value error, ") for text in allowed))
     if first["type"] == "value_error":  # by a check of several keys

@@ -90,21 +90,14 @@ def resolve(config: DictConfig | Config) -> dict[str, Any]:
     metric = OmegaConf.select(config, "task.metric")
     if isinstance(metric, str) and "/" not in metric:  # other keys refer to it
         config = OmegaConf.merge(config, {"task": {"metric": f"val/{metric}"}})  # type: ignore[assignment]
-    found: Any = OmegaConf.to_container(config, resolve=True)
+    found: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     data = found.get("data")
     for name in CLASS_TABLES if isinstance(data, dict) else ():
         # A dictionary by class names may be text: keys with accents or signs are not in Hydra's grammar.
         text = data.get(name)
         if isinstance(text, str) and text.startswith("{"):
             data[name] = OmegaConf.to_container(OmegaConf.create(re.sub(r":(?=[\d.+-])", ": ", text)))
-    return _given(found)
-
-
-def _given(section: Any) -> Any:
-    """Leaves out required keys that are missing."""
-    if not isinstance(section, dict):
-        return section
-    return {name: _given(value) for name, value in section.items() if not (isinstance(value, str) and value == "???")}
+    return found
 
 
 def read_command(keys: type[T], config: DictConfig) -> T:

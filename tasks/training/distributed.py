@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -125,14 +124,12 @@ class FullyShardedStrategy(ModelParallelStrategy):
         devices: the number of processes.
         reshard_after_forward: free the gathered weights of a block after its forward pass and gather them again for
             the backward pass; False takes more memory and less time.
-        timeout: how long a process waits for the others; by default torch's.
+        options: of Lightning's strategy, such as `timeout`.
     """
 
-    def __init__(
-        self, devices: int, *, reshard_after_forward: bool = True, timeout: timedelta | float | None = None
-    ) -> None:
-        given: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
-        super().__init__(data_parallel_size=devices, tensor_parallel_size=1, save_distributed_checkpoint=False, **given)
+    def __init__(self, devices: int, *, reshard_after_forward: bool = True, **options: Any) -> None:
+        whole = {"data_parallel_size": devices, "tensor_parallel_size": 1, "save_distributed_checkpoint": False}
+        super().__init__(**whole, **options)  # type: ignore[arg-type]
         self.reshard_after_forward = reshard_after_forward
 
     def setup_environment(self) -> None:

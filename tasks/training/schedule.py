@@ -161,15 +161,6 @@ class RunLength:
         return spans[0] if spans else None
 
 
-def fit_updates(minutes: float, update: float, validation: float, length: RunLength, epoch: Epoch) -> int:
-    """The updates that take `minutes` with a validation after each interval of `length` and at the end; at least 1.
-
-    `update` and `validation` are the seconds of each.
-    """
-    interval = epoch.updates if length.validation is None else length.validation.in_updates(epoch)
-    return max(1, int((60 * minutes - validation) / (update + validation / interval)))
-
-
 def set_length(trainer: Any, length: RunLength, epoch: Epoch) -> int:
     """Set the epochs and the validation interval of the Trainer; returns the last update of the run.
 

@@ -29,7 +29,7 @@ from longseq.tasks.training.distributed import FullyShardedStrategy
 from longseq.tasks.training.logger import build_loggers
 from longseq.tasks.training.module import TrainedModule
 from longseq.tasks.training.recipe import device_count, effective_learning_rate
-from longseq.tasks.training.schedule import RunLength, count_epoch, epoch_of_loader, fit_updates
+from longseq.tasks.training.schedule import RunLength, count_epoch, epoch_of_loader
 from longseq.tasks.training.system import WholeCheckpoints, write_text
 
 TABLE = "learning_rates.csv"  # the learning-rate curve, in the run folder
@@ -168,7 +168,9 @@ def plan_updates(config: Mapping[str, Any], module: TrainedModule, datamodule: T
         epoch = count_epoch(trainer, datamodule) or epoch_of_loader(trainer, module.recipe)
         if watch.validation < _ENOUGH:  # the first one loads libraries
             trainer.validate(module, datamodule=datamodule, verbose=False)
-    return fit_updates(minutes, watch.update, watch.validation, length, epoch), watch
+    interval = epoch.updates if length.validation is None else length.validation.in_updates(epoch)
+    updates = (60 * minutes - watch.validation) / (watch.update + watch.validation / interval)
+    return max(1, int(updates)), watch
 
 
 def find_learning_rate(
