@@ -112,7 +112,10 @@ def _train(config: dict[str, Any], folder: Path) -> float | None:
                 torch.cuda.reset_peak_memory_stats()  # a sweep trains several models in this process
             trainer.fit(module, datamodule=datamodule, ckpt_path=checkpoint, weights_only=True)
             memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+            clock = next(one for one in trainer.callbacks if isinstance(one, RunClock))  # type: ignore[attr-defined]
+            seconds = clock.time_elapsed("train")  # the test loads the best checkpoint, and its time
             metrics = _test(trainer, module, datamodule) | _run_facts(trainer, module)
+            metrics["seconds"] = round(seconds + clock.time_elapsed("test"), 1)
         if memory is not None:
             metrics["gpu_memory_gib"] = round(memory / 2**30, 2)
         _record(trainer, config, module, metrics, datamodule.info)
@@ -231,8 +234,6 @@ def _run_facts(trainer: Trainer, module: TrainedModule) -> dict[str, Any]:
         **costs_of(module.backbone, info.get("window", info.get("longest"))),
     }
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, RunClock):
-            facts["seconds"] = round(callback.seconds, 1)
         if isinstance(callback, Throughput):
             rates = callback.rates(callback.run)
             facts |= {name: round(value, 2 if name == "data_wait_ms" else 1) for name, value in rates.items()}

@@ -119,7 +119,7 @@ def test_a_killed_run_resumes_to_the_weights_of_an_uninterrupted_one(
     assert (run / "run.lock").exists()
     saved = read(run / "checkpoints" / "last.ckpt")
     assert 0 < saved["global_step"] < 60
-    saved["seconds"] += 1000  # as if its first leg had taken so long
+    saved["callbacks"]["RunClock"]["time_elapsed"]["train"] += 1000  # as if its first leg had taken so long
     torch.save(saved, run / "checkpoints" / "last.ckpt")
 
     resumed = command_here(tmp_path, "train", *tiny_overrides, *INTERRUPTIBLE, "resume=true")
