@@ -176,10 +176,8 @@ def plot(results: Mapping[str, Any], path: Path) -> None:
     figure = Figure(figsize=(8, max(3.0, 0.3 * len(values) + 1.5)), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     if len(shown) == 1:
-        found = [row["metrics"] for row in results["rows"] if "metrics" in row]
         known = {name: listed[0] for name, listed in values.items() if listed[0] is not None}
-        descends = is_higher_better(found, results["report"]) is False  # the best value is on top
-        ordered = sorted(known, key=lambda name: known[name]["mean"], reverse=descends)
+        ordered = sorted(known, key=lambda name: known[name]["mean"])
         means = [known[name]["mean"] for name in ordered]
         axes.barh(ordered, means, xerr=[known[name]["std"] or 0.0 for name in ordered])
         axes.set_xlabel(results["report"])

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from longseq.tasks.config import TaskKeys, Train, read, unknown_key
 from longseq.tasks.training import automatic
-from longseq.tasks.training.recipe import device_batch_size, device_count
 from longseq.tasks.training.schedule import RunLength
 
 if TYPE_CHECKING:  # the table itself imports no task
@@ -101,6 +100,8 @@ def read_experiment(config: Mapping[str, Any], command: type[Train] = Train) -> 
 
     ValueError for an unknown key or an impossible value.
     """
+    from longseq.tasks.training.recipe import device_batch_size  # Lightning, which `--help` need not wait for
+
     task_keys = of(config).config
     if unread := [key for key in config if key not in command.model_fields]:
         raise ValueError(unknown_key(unread[0], list(command.model_fields)))
@@ -118,6 +119,8 @@ def choose(config: Mapping[str, Any], info: Any | None) -> tuple[dict[str, Any],
     """
     if not automatic.is_automatic(config):
         return dict(config), None
+    from longseq.tasks.training.recipe import device_count
+
     parts = device_count(config) * config["trainer"].get("accumulate_grad_batches", 1)
     choice = of(config).config.choose(config, info, parts)
     return automatic.settle(config, choice), choice.reason

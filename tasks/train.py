@@ -111,13 +111,11 @@ def _train(config: dict[str, Any], folder: Path) -> float | None:
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()  # a sweep trains several models in this process
             trainer.fit(module, datamodule=datamodule, ckpt_path=checkpoint, weights_only=True)
-            memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
             clock = next(one for one in trainer.callbacks if isinstance(one, RunClock))  # type: ignore[attr-defined]
-            seconds = clock.time_elapsed("train")  # the test loads the best checkpoint, and its time
-            metrics = _test(trainer, module, datamodule) | _run_facts(trainer, module)
+            # Before the test, which loads the state of the best checkpoint.
+            facts, seconds = _run_facts(trainer, module), clock.time_elapsed("train")
+            metrics = _test(trainer, module, datamodule) | facts
             metrics["seconds"] = round(seconds + clock.time_elapsed("test"), 1)
-        if memory is not None:
-            metrics["gpu_memory_gib"] = round(memory / 2**30, 2)
         _record(trainer, config, module, metrics, datamodule.info)
     finally:
         close_loggers(trainer.loggers)
@@ -227,7 +225,7 @@ def _best_checkpoint(trainer: Trainer) -> str | None:
 
 def _run_facts(trainer: Trainer, module: TrainedModule) -> dict[str, Any]:
     data: Any = trainer.datamodule  # type: ignore[attr-defined]
-    info = data.info.to_dict()
+    info, device = data.info.to_dict(), trainer.strategy.root_device
     facts: dict[str, Any] = {
         "epochs": module.epochs_trained,
         "updates": trainer.global_step,
@@ -237,6 +235,8 @@ def _run_facts(trainer: Trainer, module: TrainedModule) -> dict[str, Any]:
         if isinstance(callback, Throughput):
             rates = callback.rates(callback.run)
             facts |= {name: round(value, 2 if name == "data_wait_ms" else 1) for name, value in rates.items()}
+    if device.type == "cuda":
+        facts["gpu_memory_gib"] = round(torch.cuda.max_memory_allocated(device) / 2**30, 2)
     return facts
 
 

@@ -132,14 +132,17 @@ class ClassifierModule(TrainedModule):
                 checkpoint[CHECKPOINT_RUN] = {**run, "data": {**run["data"], "thresholds": thresholds}}
             checkpoint["thresholds"] = thresholds
         if (counts := self.val_confusion_matrix) is not None:
-            checkpoint["val_confusion_matrix"] = counts.to_sparse()
+            sparse = {"shape": list(counts.shape), "places": counts.nonzero().int(), "values": counts[counts != 0]}
+            checkpoint["val_confusion_matrix"] = sparse
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
         if (thresholds := checkpoint.get("thresholds")) is not None:
             self.thresholds = torch.tensor(thresholds)
-        if (counts := checkpoint.get("val_confusion_matrix")) is not None:
-            self.val_confusion_matrix = counts.to_dense()
+        if (saved := checkpoint.get("val_confusion_matrix")) is not None:
+            counts = torch.zeros(saved["shape"], dtype=saved["values"].dtype)
+            counts[tuple(saved["places"].long().T)] = saved["values"]
+            self.val_confusion_matrix = counts
 
 
 def _given_thresholds(threshold: Any, num_classes: int, multi_label: bool) -> Tensor | None:

@@ -13,14 +13,11 @@ from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
-from lightning.pytorch.trainer.states import TrainerFn
 
 from longseq.tasks.data.loader import count_tokens, count_units
 from longseq.tasks.training.distributed import updated
 from longseq.tasks.training.logger import log_metrics
 from longseq.tasks.training.system import peak_memory
-
-_KEY = "throughput"
 
 
 class RunClock(Timer):
@@ -57,13 +54,11 @@ class Throughput(Callback):
         # Lightning reports the loading of a batch to profilers, but not to callbacks.
         self._clock.wrap(trainer)
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        checkpoint[_KEY] = dict(self.run)
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.run)
 
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        # Lightning also calls this before the test, for the best checkpoint.
-        if trainer.state.fn == TrainerFn.FITTING and _KEY in checkpoint:
-            self.run = Counter(checkpoint[_KEY])
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.run = Counter(state_dict)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._clock.device = pl_module.device
