@@ -270,7 +270,7 @@ def run_all(trials: Sequence[Trial], places: Sequence[str | None]) -> Generator[
     """
     waiting, free = list(enumerate(trials)), list(places)
     running: dict[subprocess.Popen[bytes], tuple[int, str | None]] = {}
-    before = signal.signal(signal.SIGTERM, _leave)
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         while waiting or running:
             if waiting and free:
@@ -292,10 +292,6 @@ def run_all(trials: Sequence[Trial], places: Sequence[str | None]) -> Generator[
         for process in running:
             process.wait()
         signal.signal(signal.SIGTERM, before)
-
-
-def _leave(number: int, frame: Any) -> None:
-    raise SystemExit(128 + number)
 
 
 def _start(trial: Trial, place: str | None, *, jobs: int) -> subprocess.Popen[bytes]:

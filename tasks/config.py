@@ -24,7 +24,6 @@ from pydantic import (
     create_model,
     model_serializer,
 )
-from pydantic.fields import FieldInfo
 
 T = TypeVar("T", bound="Keys")
 
@@ -147,14 +146,11 @@ def spell(value: Any) -> str:
 
 def defaults(cls: type[Keys]) -> dict[str, Any]:
     """The defaults of a section as a dictionary for Hydra, with `???` for required keys."""
-    return {name: _default(field) for name, field in cls.model_fields.items()}
-
-
-def _default(field: FieldInfo) -> Any:
-    if field.is_required():
-        return "???"
-    value = field.get_default(call_default_factory=True)
-    return _lists(value.model_dump() if isinstance(value, BaseModel) else value)
+    found = {}
+    for name, field in cls.model_fields.items():
+        value = "???" if field.is_required() else field.get_default(call_default_factory=True)
+        found[name] = _lists(value.model_dump() if isinstance(value, BaseModel) else value)
+    return found
 
 
 # --- sections of a training

@@ -19,12 +19,6 @@ if TYPE_CHECKING:  # the table itself imports no task
     from longseq.tasks.training.module import TrainedModule
 
 
-def _plain_report() -> Report:
-    from longseq.tasks.report import Report
-
-    return Report()
-
-
 @dataclass(frozen=True)
 class Task:
     """The parts of a task. A task of this package defines each in the file of its name.
@@ -40,7 +34,7 @@ class Task:
     data: type[TaskData]
     model: TaskModel
     module: type[TrainedModule]
-    report: Report = field(default_factory=_plain_report)
+    report: Report = field(default_factory=lambda: importlib.import_module("longseq.tasks.report").Report())
 
 
 _registered: dict[str, Task | Callable[[], Task]] = {}

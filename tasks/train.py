@@ -71,7 +71,7 @@ def run(cfg: DictConfig) -> float | None:
         with locked(folder), logged(folder):
             return _train(config, folder)
     finally:
-        runs.forget_folders()
+        runs.own_folder.cache_clear()  # the next command in this process has its own
 
 
 def _train(config: dict[str, Any], folder: Path) -> float | None:
@@ -93,7 +93,7 @@ def _train(config: dict[str, Any], folder: Path) -> float | None:
         runs.check_data(checkpoint, datamodule.info)
     module = _build_module(config, datamodule, initialized=checkpoint is None)
     _check_direction(config["optimized_metric"], module)
-    first_update = runs.updates_of(checkpoint) if checkpoint else 0
+    first_update = runs.contents_of(checkpoint)["global_step"] if checkpoint else 0
     trainer = build_trainer(config, build_callbacks(config, module), first_update=first_update)
     datamodule.trainer = trainer  # as Lightning does later: it determines the batches of an epoch
     if checkpoint is not None:
@@ -151,7 +151,9 @@ def _build_module(config: Config, datamodule: TaskData, initialized: bool) -> Tr
         taken = (config["task"]["name"], *task.model.starts_from)
         task.model.start_from(model, checkpoints.load(config["init"], key="init", tasks=taken), datamodule.info)
     freeze(model, config["recipe"].get("freeze"))
-    config["plugins"] = _find_plugins(config, datamodule, model, task.module)
+    # The plug-ins that the command declares, or that define the data, the model or the training steps.
+    parts = [type(datamodule), *datamodule.registered_parts, task.module, *map(type, model.modules())]
+    config["plugins"] = sorted({*(config.get("plugins") or []), *filter(None, map(plugin_of, parts))})
     training = Training.from_config(config, datamodule.info)
     return task.module.from_config(config, model, datamodule.info, training)
 
@@ -182,14 +184,6 @@ def _plan(config: Config, datamodule: TaskData) -> int:
         f"{watch.validation:.3g} s"
     )
     return updates
-
-
-def _find_plugins(
-    config: Config, datamodule: TaskData, model: torch.nn.Module, module: type[TrainedModule]
-) -> list[str]:
-    """The plug-ins that the command declares or that define the data, the model or the training steps."""
-    parts = [type(datamodule), *datamodule.registered_parts, module, *map(type, model.modules())]
-    return sorted({*(config.get("plugins") or []), *filter(None, map(plugin_of, parts))})
 
 
 def _is_first_process() -> bool:
@@ -315,7 +309,9 @@ def _record(
     best = _best_checkpoint(trainer)
     if best:
         if kind_of(module.backbone) is not None:
-            rows.append(("model", shorten(_save_model(best, folder / runs.MODEL_FOLDER, written))))
+            target = folder / runs.MODEL_FOLDER
+            (target / CARD_FILE).unlink(missing_ok=True)
+            rows.append(("model", shorten(save_pretrained(from_pretrained(best), target, metrics=written))))
         best = shorten(best)
         rows.append(("checkpoint", best))
         if writes_events(trainer.loggers):
@@ -355,12 +351,6 @@ def _hyperparameters(config: Config, module: TrainedModule, metrics: Mapping[str
 
 def _tensorboard(folder: Path) -> str:
     return f"tensorboard --logdir {shlex.quote(shorten(folder.parent))}"
-
-
-def _save_model(checkpoint: str, folder: Path, metrics: dict[str, Any]) -> Path:
-    """Write the model of the best checkpoint with its card, for `longseq.from_pretrained`."""
-    (folder / CARD_FILE).unlink(missing_ok=True)
-    return save_pretrained(from_pretrained(checkpoint), folder, metrics=metrics)
 
 
 @rank_zero_only

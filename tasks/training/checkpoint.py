@@ -73,7 +73,9 @@ def load(
     """
     label = f"{key}={path}"
     file = find_source(path)
-    exported = importlib.import_module(FILE_MODELS) if _is_exported(file) else None
+    described = file.is_file() and file.suffix != ".ckpt" and Path(f"{file}.json").is_file()  # by `longseq export`
+    is_exported = described or file.suffix in (".onnx", ".pt2")
+    exported = importlib.import_module(FILE_MODELS) if is_exported else None
     saved = exported.read(file, weights, label) if exported else read(file, weights, label)
     task, config = _find_task(saved, tasks)
     backbone = exported.restore(saved, file) if exported else restore(saved)
@@ -90,12 +92,6 @@ def load(
         epoch=saved.run["epoch"] + 1 if "epoch" in saved.run else 0,  # Lightning counts from 0, runs print from 1
         global_step=saved.run.get("global_step", 0),
     )
-
-
-def _is_exported(file: Path) -> bool:
-    """Whether `longseq export` wrote the file, which then has FILE.json next to it."""
-    described = file.is_file() and file.suffix != ".ckpt" and Path(f"{file}.json").is_file()
-    return described or file.suffix in (".onnx", ".pt2")
 
 
 def _find_task(saved: SavedModel, tasks: Collection[str]) -> tuple[str, dict[str, Any]]:

@@ -10,6 +10,7 @@ import pickle
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -71,9 +72,6 @@ LENGTH_KEYS = (
     "recipe.schedule.min_lr",
 )
 
-# The folders of this command by requested name; Hydra resolves a name several times.
-_OWN: dict[str, str] = {}
-
 
 def run_folder(fresh: str, *, _root_: DictConfig) -> str:
     """Resolver `${run_folder:FRESH}` of hydra.run.dir: FRESH, or with `resume` the folder of the run to continue.
@@ -82,29 +80,23 @@ def run_folder(fresh: str, *, _root_: DictConfig) -> str:
     """
     resume = OmegaConf.select(_root_, "resume")
     if not resume:
-        return _own(fresh)
+        return own_folder(fresh)
     config: Any = OmegaConf.to_container(OmegaConf.masked_copy(_root_, [str(key) for key in _root_ if key != "hydra"]))
     wanted = read_experiment(resolve(OmegaConf.create({**config, "output": fresh})))
     if resume is True:
-        return str(_newest_run(Path(fresh).parent, wanted) or _own(fresh))
+        return str(_newest_run(Path(fresh).parent, wanted) or own_folder(fresh))
     saved = saved_config(Path(resume)) or {}
     changed = {key for key, _, _ in differences(saved, wanted)} if saved else set()
     folder = Path(resume).resolve().parent.parent
     ends_elsewhere = bool(changed & {*LENGTH_KEYS}) and not differences(saved, wanted, named=True)
-    return str(folder) if (folder / CONFIG_FILE).is_file() and not ends_elsewhere else _own(fresh)
+    return str(folder) if (folder / CONFIG_FILE).is_file() and not ends_elsewhere else own_folder(fresh)
 
 
-def _own(fresh: str) -> str:
+@cache  # Hydra resolves a name several times
+def own_folder(fresh: str) -> str:
     """The folder `fresh`, or FRESH_2 and so on if another command has made it in the same second."""
-    if fresh not in _OWN:
-        names = chain([fresh], (f"{fresh}_{number}" for number in count(2)))
-        _OWN[fresh] = next(name for name in names if not Path(name).exists())
-    return _OWN[fresh]
-
-
-def forget_folders() -> None:
-    """Let the next command in this process have its own folders."""
-    _OWN.clear()
+    names = chain([fresh], (f"{fresh}_{number}" for number in count(2)))
+    return next(name for name in names if not Path(name).exists())
 
 
 OmegaConf.register_new_resolver("run_folder", run_folder, replace=True)
@@ -209,11 +201,6 @@ def contents_of(checkpoint: Path) -> dict[str, Any]:
 
     content: dict[str, Any] = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
     return content
-
-
-def updates_of(checkpoint: Path) -> int:
-    """The number of updates after which a checkpoint was written."""
-    return int(contents_of(checkpoint)["global_step"])
 
 
 def saved_config(checkpoint: Path) -> dict[str, Any] | None:

@@ -64,13 +64,11 @@ def build_trainer(
     config: DictConfig | Config,
     callbacks: list[Callback] | None = None,
     *,
-    profile: str = "profile",
     first_update: int | None = None,
 ) -> Trainer:
     """The Trainer of `config.trainer` with the configured loggers; it writes below the folder `config.output`.
 
-    `profile` ends the name of a profiler's report if `trainer.profiler` has no `filename`. In a resumed run, loggers
-    continue after `first_update` updates.
+    In a resumed run, loggers continue after `first_update` updates.
     """
     config = resolve(config)
     # A validation before training only costs time.
@@ -95,7 +93,7 @@ def build_trainer(
     )
     profiler: Any = trainer.profiler  # type: ignore[attr-defined]
     if options.get("profiler") is not None and profiler.filename is None:
-        profiler.filename = profile  # otherwise the report goes to Lightning's log, which a run does not show
+        profiler.filename = "profile"  # otherwise the report goes to Lightning's log, which a run does not show
     return trainer
 
 

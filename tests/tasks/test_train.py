@@ -75,7 +75,7 @@ def test_a_run_that_ends_before_its_model_is_written_is_finished_by_resume(
         def end(*_):  # as SIGTERM does it there
             raise KeyboardInterrupt
 
-        patch.setattr(train, "_save_model", end)
+        patch.setattr(train, "save_pretrained", end)
         assert command_here(tmp_path, *words).returncode != 0
     resumed = command_here(tmp_path, *words, "resume=true")
     assert resumed.returncode == 0, resumed.stderr
