@@ -234,7 +234,7 @@ class TrainerKeys(OpenKeys):
     """The keys of `trainer`: the arguments of Lightning's Trainer."""
 
     accelerator: str = key("auto", "auto, cpu, gpu, ...")
-    devices: Annotated[int, Field(ge=-1)] | str | list[int] = key(1, "the number of devices, or auto")
+    devices: Annotated[int, Field(ge=-1)] | Literal["auto"] | list[int] = key(1, "their number, their indices, or auto")
     num_nodes: Count = key(1, "the number of machines")
     precision: Any = key("32-true", "32-true, bf16-mixed, 16-mixed or 64-true")
     accumulate_grad_batches: Count = key(1, "the batches of an update on each device")

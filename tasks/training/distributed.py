@@ -12,7 +12,6 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, distributed, nn
 
-from longseq.blocks.precision import KeepsFloat32
 from longseq.blocks.sharding import has_shards, own_part
 
 
@@ -165,13 +164,8 @@ def shard(backbone: nn.Module, mesh: Any, *, reshard: bool = True) -> None:
         return
     from torch.distributed.fsdp import fully_shard
 
-    blocks: Any = getattr(backbone, "blocks", ())
+    blocks: Any = getattr(backbone, "blocks", ())  # their weights are of one type, see `TrainedModule.setup`
     for block in blocks:
-        if len({parameter.dtype for parameter in block.parameters()}) > 1:
-            # `fully_shard` takes parameters of one type. The float32 parts of a half-precision block are small, and
-            # other parts may use their parameters: they stay whole between passes.
-            for part in [part for part in block.modules() if isinstance(part, KeepsFloat32)]:
-                fully_shard(part, mesh=mesh, reshard_after_forward=False)
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
     fully_shard(backbone, mesh=mesh)
 

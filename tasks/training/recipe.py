@@ -72,14 +72,10 @@ def device_count(config: Mapping[str, Any]) -> int:
     """The processes of a run: devices x nodes; `auto` and -1 mean the devices of this machine."""
     trainer = config["trainer"]
     devices = trainer.get("devices", 1)
-    if devices in ("auto", -1, "-1"):
+    if devices in ("auto", -1):
         devices = 1 if trainer.get("accelerator") == "cpu" else max(1, torch.cuda.device_count())
-    elif isinstance(devices, str):
-        # as in Lightning: "2" is a number of devices, "0,2" and "2," are their indices
-        devices = int(devices) if devices.isdigit() else len([part for part in devices.strip("[]").split(",") if part])
-    elif not isinstance(devices, int):
-        devices = len(devices)
-    return int(devices) * int(trainer.get("num_nodes", 1))
+    count = devices if isinstance(devices, int) else len(devices)
+    return count * int(trainer.get("num_nodes", 1))
 
 
 def device_batch_size(config: Mapping[str, Any]) -> int:

@@ -126,24 +126,14 @@ class UnreadableSamples(Callback):
         self.max_paths, self.unit = max_paths, unit
         self.path = None if folder is None else Path(folder) / "unreadable.txt"
 
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._write(trainer)
-
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        paths = self._write(trainer)
-        if paths and trainer.is_global_zero:
-            shown = [*paths[: self.max_paths], *["..."] * (len(paths) > self.max_paths)]
-            print(f"skipped unreadable {self.unit}: {len(paths)} ({', '.join(shown)})", flush=True)
-
-    def _write(self, trainer: Trainer) -> list[str]:
-        """Write the paths of all processes, and those from before an interruption."""
         datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
         parts = [list(datamodule.unreadable)] * trainer.world_size
         if trainer.world_size > 1:
             torch.distributed.all_gather_object(parts, parts[0])
-        found = {path for part in parts for path in part}
-        if self.path is not None and self.path.is_file():
-            found.update(self.path.read_text(encoding="utf-8").splitlines())
-        if found and self.path is not None and trainer.is_global_zero:
-            write_text(self.path, "".join(f"{path}\n" for path in sorted(found)))
-        return sorted(found)
+        found = sorted({path for part in parts for path in part})
+        if found and trainer.is_global_zero:
+            shown = [*found[: self.max_paths], *["..."] * (len(found) > self.max_paths)]
+            print(f"skipped unreadable {self.unit}: {len(found)} ({', '.join(shown)})", flush=True)
+            if self.path is not None:
+                write_text(self.path, "".join(f"{path}\n" for path in found))
