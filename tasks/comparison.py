@@ -46,10 +46,11 @@ def _best(group: Sequence[Row], report: str, selected_by: str, others: Collectio
     for row in group:
         if "metrics" in row:
             finished[row["learning_rate"]].append(row["metrics"])
-    better = is_higher_better([metrics for listed in finished.values() for metrics in listed], selected_by)
-    if better is None and sum(map(bool, finished.values())) > 1:
+    every = [metrics for listed in finished.values() for metrics in listed]
+    stated = {metrics.get("higher_is_better", {}).get(selected_by) for metrics in every} - {None}
+    if len(stated) != 1 and sum(map(bool, finished.values())) > 1:
         raise ValueError(f"{selected_by} does not say which values are better: give one learning rate")
-    sign = -1 if better is False else 1
+    sign = -1 if stated == {False} else 1
 
     def merit(rate: Any) -> tuple[int, float]:
         values = [sign * metrics.get(selected_by, nan) for metrics in finished[rate]]
@@ -71,12 +72,6 @@ def _best(group: Sequence[Row], report: str, selected_by: str, others: Collectio
         "failed": sum("metrics" not in row for row in group),
         "metrics": {key: _spread(listed) for key, listed in values.items()},
     }
-
-
-def is_higher_better(found: Sequence[Row], metric: str) -> bool | None:
-    """Whether higher values of a metric are better, by the metrics of finished runs; None if they do not state it."""
-    stated = {metrics.get("higher_is_better", {}).get(metric) for metrics in found} - {None}
-    return stated.pop() if len(stated) == 1 else None
 
 
 def _spread(values: Sequence[float]) -> dict[str, Any]:

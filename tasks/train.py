@@ -31,7 +31,7 @@ from longseq.tasks.training import checkpoint as checkpoints
 from longseq.tasks.training.callbacks.stop import stoppable
 from longseq.tasks.training.callbacks.throughput import RunClock, Throughput
 from longseq.tasks.training.class_report import to_csv
-from longseq.tasks.training.configuration import Config, command_word, flatten, resolve, with_absolute_root
+from longseq.tasks.training.configuration import Config, command_word, flatten, refer, resolve, with_absolute_root
 from longseq.tasks.training.logger import RunLogger, close_loggers, logged, writes_events
 from longseq.tasks.training.model import freeze, reads_mixer
 from longseq.tasks.training.module import TrainedModule
@@ -239,19 +239,8 @@ def _save_config(config: dict[str, Any], folder: Path) -> None:
     """Save the configuration such that it repeats the run in any folder: paths below the run folder follow `output`."""
     folder.mkdir(parents=True, exist_ok=True)
     own: dict[str, Any] = {key: config[key] for key in ("callbacks", "logger") if key in config}
-    record = {**config, **_refer(own, str(config["output"]))}
+    record = {**config, **refer(own, str(config["output"]))}
     write_text(folder / runs.CONFIG_FILE, OmegaConf.to_yaml(OmegaConf.create(record)))
-
-
-def _refer(value: Any, output: str) -> Any:
-    """The value with `${output}` in place of that folder at the beginning of paths."""
-    if isinstance(value, Mapping):
-        return {key: _refer(part, output) for key, part in value.items()}
-    if isinstance(value, list):
-        return [_refer(part, output) for part in value]
-    if isinstance(value, str) and (value == output or value.startswith(f"{output}/")):
-        return "${output}" + value[len(output) :]
-    return value
 
 
 @rank_zero_only
@@ -290,7 +279,6 @@ def _record(
         if isinstance(logger, RunLogger):
             tested = {name: value for name, value in metrics.items() if name.startswith("test/")}
             logger.log_results(_hyperparameters(config, module, metrics), tested)
-            logger.save()
     written = metrics | {"higher_is_better": module.directions()} | report.extras(module, info, "test")
     if not trainer.fast_dev_run:  # type: ignore[attr-defined]
         for name, table in report.tables(module, info).items():

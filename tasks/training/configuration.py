@@ -146,3 +146,14 @@ def _absolute(path: Any) -> Any:
         return path
     found = os.path.expanduser(path)
     return os.path.abspath(found) if os.path.exists(found) else path
+
+
+def refer(value: Any, output: str) -> Any:
+    """The value with `${output}` in place of that folder at the beginning of paths."""
+    if isinstance(value, Mapping):
+        return {key: refer(part, output) for key, part in value.items()}
+    if isinstance(value, list):
+        return [refer(part, output) for part in value]
+    if isinstance(value, str) and (value == output or value.startswith(f"{output}/")):
+        return "${output}" + value[len(output) :]
+    return value

@@ -22,7 +22,7 @@ from longseq.files import replacing
 from longseq.tasks.data.info import Info
 from longseq.tasks.registry import read_experiment
 from longseq.tasks.training.automatic import as_chosen_before
-from longseq.tasks.training.configuration import flatten, resolve, with_absolute_root
+from longseq.tasks.training.configuration import flatten, refer, resolve, with_absolute_root
 
 _log = logging.getLogger(__name__)
 
@@ -166,11 +166,7 @@ def finished(folder: Path) -> dict[str, Any] | None:
 
 def _inside_the_run(config: Mapping[str, Any]) -> dict[str, Any]:
     """The flat configuration, with a common name for the run folder in all paths."""
-    folder, flat = str(config["output"]), dict(flatten(with_absolute_root(config)))
-    for key, value in flat.items():
-        if isinstance(value, str) and (value == folder or value.startswith(f"{folder}/")):
-            flat[key] = f"OUTPUT{value.removeprefix(folder)}"
-    return flat
+    return dict(flatten(refer(with_absolute_root(config), str(config["output"]))))
 
 
 def _newest_run(parent: Path, config: Mapping[str, Any]) -> Path | None:
