@@ -40,9 +40,7 @@ Criterion = Literal["f1", "balanced_accuracy"]
 class Keys(BaseModel):
     """A section of a configuration: unknown keys are errors, and values cannot be changed."""
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=(), populate_by_name=True
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
 
     def to_dict(self) -> dict[str, Any]:
         """The keys as dictionaries and lists, as in a YAML file."""
