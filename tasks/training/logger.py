@@ -35,25 +35,18 @@ class RunLogger(TensorBoardLogger):
             self.experiment.file_writer.add_summary(summary)
 
     @rank_zero_only
-    def save(self) -> None:
+    def save(self, *_: Any) -> None:
         # Lightning's copy of the hyper-parameters would repeat config.yaml.
         self.experiment.flush()
 
-    @rank_zero_only
-    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        self.save()  # a run that is killed later goes on from this checkpoint
-
-    @rank_zero_only
-    def finalize(self, status: str) -> None:
-        # Lightning calls this after fit and again after test; closing would begin another file each time.
-        self.save()
+    # A killed run goes on from its last checkpoint. Lightning would begin another file after fit, and after test.
+    after_save_checkpoint = finalize = save  # type: ignore[assignment]
 
 
 def build_loggers(logger: Any, first_update: int | None = None) -> list[Logger]:
-    """The loggers of the group `logger`, one or several by name; in a resumed run, after `first_update` updates."""
-    entries = {"logger": logger} if logger and targets.TARGET in logger else logger or {}
+    """The loggers of the group `logger` by name; in a resumed run, after `first_update` updates."""
     loggers = []
-    for name, options in entries.items():
+    for name, options in (logger or {}).items():
         if not options:
             continue
         if first_update is not None and targets.find(options, targets.LOGGERS, name) is RunLogger:
