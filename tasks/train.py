@@ -4,7 +4,6 @@ import json
 import logging
 import os
 import shlex
-from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain, repeat
 from pathlib import Path
@@ -33,7 +32,7 @@ from longseq.tasks.training.callbacks.throughput import RunClock, Throughput
 from longseq.tasks.training.class_report import to_csv
 from longseq.tasks.training.configuration import Config, command_word, flatten, refer, resolve, with_absolute_root
 from longseq.tasks.training.logger import RunLogger, close_loggers, logged, writes_events
-from longseq.tasks.training.model import freeze, reads_mixer
+from longseq.tasks.training.model import freeze
 from longseq.tasks.training.module import TrainedModule
 from longseq.tasks.training.recipe import Training, device_batch_size, device_count, effective_learning_rate
 from longseq.tasks.training.runs import locked
@@ -41,6 +40,8 @@ from longseq.tasks.training.system import write_text
 from longseq.tasks.training.trainer import TABLE, build_callbacks, build_trainer, find_learning_rate, plan_updates
 
 _log = logging.getLogger(__name__)
+
+SETTINGS = ("task", "data", "recipe", "model", "mixer", "scale", "seed")  # in TensorBoard's HPARAMS tab
 
 
 class Parts(NamedTuple):
@@ -278,7 +279,7 @@ def _record(
     for logger in trainer.loggers:
         if isinstance(logger, RunLogger):
             tested = {name: value for name, value in metrics.items() if name.startswith("test/")}
-            logger.log_results(_hyperparameters(config, module, metrics), tested)
+            logger.log_results(dict(flatten({name: config[name] for name in SETTINGS})), tested)
     written = metrics | {"higher_is_better": module.directions()} | report.extras(module, info, "test")
     if not trainer.fast_dev_run:  # type: ignore[attr-defined]
         for name, table in report.tables(module, info).items():
@@ -316,25 +317,6 @@ def _record(
         _log.info("  ".join(filter(None, row)))
     if (closing := report.closing(module, info)) is not None:
         _print(closing)
-
-
-def _hyperparameters(config: Config, module: TrainedModule, metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns of TensorBoard's HPARAMS tab; config.yaml has every key."""
-    recipe, model = config["recipe"], config["model"]
-    mixed = reads_mixer(module.backbone)  # models of timm and linear ones have neither mixer nor scale
-    return {
-        "task": config["task"]["name"],
-        "data": config["data"]["name"],
-        "model": model["name"],
-        "mixer": model["label"] if mixed else "none",
-        "scale": config["scale"]["name"] if mixed else "none",
-        "parameters": metrics["parameters"],
-        "recipe": recipe["name"],
-        "learning_rate": recipe["learning_rate"],
-        "batch_size": recipe["batch_size"],
-        "epochs": metrics["epochs"],
-        "seed": config["seed"],
-    }
 
 
 def _tensorboard(folder: Path) -> str:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from longseq import mixers
 from longseq.backbones.likeness import find_difference
 from longseq.mixers.pattern import options_by_name
-from longseq.models import PretrainedModel, describe, kind_of
 
 if TYPE_CHECKING:
     from longseq.tasks.training.checkpoint import Loaded
@@ -117,14 +116,6 @@ def mixer_options(config: Mapping[str, Any]) -> dict[str, Any]:
             unset = {key: value for key, value in usual.items() if key in known and chosen.get(key) is None}
             filled[name] = chosen | unset
     return filled if len(filled) > 1 else next(iter(filled.values()))
-
-
-def reads_mixer(model: nn.Module) -> bool:
-    """True if a model, or the model that it wraps, has a mixer; timm's and linear models have none."""
-    if not isinstance(model, PretrainedModel):
-        return kind_of(model) is not None and "mixer" in describe(model)["model_args"]
-    wrapped = [value for value in model.arguments.values() if isinstance(value, PretrainedModel)]
-    return "mixer" in (wrapped[0].arguments if wrapped else model.arguments)
 
 
 def freeze(model: nn.Module, part: int | str | None) -> None:
