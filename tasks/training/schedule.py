@@ -185,10 +185,7 @@ def count_updates(trainer: Any, recipe: Training, epoch: Epoch) -> int:
     if recipe.length is not None:
         return recipe.length.count_updates(epoch)
     epochs = -1 if trainer.max_epochs is None else trainer.max_epochs
-    counts: list[int] = [count for count in (epochs * epoch.updates, trainer.max_steps) if count >= 0]
-    if not counts:
-        raise ValueError("a schedule needs an end: give max_epochs, max_steps or RunLength")
-    return min(counts)
+    return min(count for count in (epochs * epoch.updates, trainer.max_steps) if count >= 0)
 
 
 def epoch_of_loader(trainer: Any, recipe: Training | None) -> Epoch:
