@@ -6,7 +6,6 @@ import json
 import logging
 import math
 import os
-import pickle
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -172,17 +171,12 @@ def _inside_the_run(config: Mapping[str, Any]) -> dict[str, Any]:
 def _newest_run(parent: Path, config: Mapping[str, Any]) -> Path | None:
     """The newest unfinished run with this configuration, else the newest finished one."""
     found = []
-    for folder in (path.parent for path in parent.glob(f"*/{CONFIG_FILE}")):
-        checkpoint = newest_checkpoint(folder)
-        if checkpoint is None:
-            continue
-        # Not config.yaml, which also holds the values that the model chose.
-        try:
-            saved = saved_config(checkpoint)
-        except (pickle.UnpicklingError, RuntimeError, EOFError):
-            continue  # damaged, or of another program
-        if saved is not None and "output" in saved and not differences(saved, config):
-            found.append((finished(folder) is None, checkpoint.stat().st_mtime, folder))
+    for path in parent.glob(f"*/{CONFIG_FILE}"):
+        checkpoint = newest_checkpoint(path.parent)
+        if checkpoint is not None:
+            saved: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+            if "output" in saved and not differences(saved, config):
+                found.append((finished(path.parent) is None, checkpoint.stat().st_mtime, path.parent))
     return max(found)[-1] if found else None
 
 
