@@ -12,7 +12,7 @@ import torch
 from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Timer
-from lightning.pytorch.profilers import PassThroughProfiler, Profiler
+from lightning.pytorch.profilers import PassThroughProfiler
 
 from longseq.tasks.data.loader import count_tokens, count_units
 from longseq.tasks.training.distributed import updated
@@ -38,6 +38,8 @@ class Throughput(Callback):
 
     If the module counts operations (`TrainedModule.count_flops`) and the device's peak is known, windows also log
     `throughput/mfu`: the model's operations per second, divided by the peak of the devices in the precision of the run.
+
+    A run with a profiler (`trainer.profiler`) is not measured.
     """
 
     def __init__(self, unit: str = "images") -> None:
@@ -46,13 +48,16 @@ class Throughput(Callback):
         self.run: Any = Counter()
         self._window: Any = Counter()
         self._evaluated: Any = Counter()
-        self._is_first = True
+        self._is_first = self._measures = True
         self.evaluation_rate: float | None = None
         self._clock = _FetchClock()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         # Lightning reports the loading of a batch to profilers, but not to callbacks.
-        self._clock.wrap(trainer)
+        owner: Any = trainer
+        self._measures = isinstance(owner.profiler, PassThroughProfiler)
+        if self._measures:
+            owner.profiler = self._clock
 
     def state_dict(self) -> dict[str, Any]:
         return dict(self.run)
@@ -66,6 +71,8 @@ class Throughput(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        if not self._measures:
+            return
         self._clock.end_batch()
         window = self._window
         window.update(batches=1, units=count_units(batch), tokens=count_tokens(batch))
@@ -115,6 +122,8 @@ class Throughput(Callback):
 
     def _log_evaluation(self, trainer: Trainer, module: LightningModule, stage: str, step: int) -> None:
         window = self._evaluated
+        if not self._measures:
+            return
         if module.device.type == "cuda":
             started = time.perf_counter()
             torch.cuda.synchronize(module.device)
@@ -156,28 +165,18 @@ def peak_flops(device: torch.device, precision: str, matmul_precision: str) -> f
     return None if flops is None else float(flops)
 
 
-class _FetchClock(Profiler):
-    """Times batches, from the start of their loading, and forwards every call to the user's profiler.
-
-    On a CUDA `device`, events in its stream give the times.
-    """
+class _FetchClock(PassThroughProfiler):
+    """Times batches, from the start of their loading; on a CUDA `device`, events in its stream give the times."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner: Profiler = PassThroughProfiler()
         self.device = torch.device("cpu")
         self.fetch_started = time.perf_counter()
         self._loading: _Mark | None = None  # the start of the last loading
         self._loads: list[tuple[_Mark, _Mark]] = []
         self._batches: list[tuple[_Mark, _Mark]] = []
 
-    def wrap(self, trainer: Any) -> None:
-        """Replace the profiler of a Trainer."""
-        if trainer.profiler is not self:
-            self.inner, trainer.profiler = trainer.profiler, self
-
     def start(self, action_name: str) -> None:
-        self.inner.start(action_name)
         if action_name.endswith(("train_dataloader_next", ".val_next", ".test_next")):
             self.fetch_started = time.perf_counter()
         if action_name.endswith("train_dataloader_next"):
@@ -186,7 +185,6 @@ class _FetchClock(Profiler):
     def stop(self, action_name: str) -> None:
         if action_name.endswith("train_dataloader_next") and self._loading is not None:
             self._loads.append((self._loading, _Mark(self.device)))
-        self.inner.stop(action_name)
 
     def end_batch(self) -> None:
         if self._loading is not None:
@@ -199,18 +197,6 @@ class _FetchClock(Profiler):
         self._batches.clear()
         self._loads.clear()
         return seconds, waited
-
-    def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
-        self.inner.setup(stage, local_rank, log_dir)
-
-    def teardown(self, stage: str | None) -> None:
-        self.inner.teardown(stage)
-
-    def summary(self) -> str:
-        return self.inner.summary()
-
-    def describe(self) -> None:
-        self.inner.describe()
 
 
 class _Mark:
