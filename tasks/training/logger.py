@@ -17,8 +17,6 @@ from torch.utils.tensorboard.summary import hparams
 
 from longseq.tasks.training import targets
 
-_FORMAT = "[%(asctime)s][%(name)s][%(levelname)s] - %(message)s"  # as Hydra's
-
 
 class RunLogger(TensorBoardLogger):
     """Writes the events of a run into one file of `folder`; hides those of an interrupted run from `purge_step` on."""
@@ -99,7 +97,7 @@ def logged(folder: Path) -> Iterator[None]:
         yield
         return
     handler = logging.FileHandler(folder / f"{HydraConfig.get().job.name}.log", encoding="utf-8", delay=True)
-    handler.setFormatter(logging.Formatter(_FORMAT))
+    handler.setFormatter(logging.Formatter("[%(asctime)s][%(name)s][%(levelname)s] - %(message)s"))  # as Hydra's
     root, package = logging.getLogger(), logging.getLogger("longseq")
     level = package.level
     root.addHandler(handler)
