@@ -23,7 +23,6 @@ from typing import Any
 from keep import merge
 
 from longseq.tasks import comparison
-from longseq.tasks.comparison_costs import COSTS
 
 HERE = Path(__file__).parent
 
@@ -91,7 +90,7 @@ def tuned_row(results: Mapping[str, Any], name: str) -> dict[str, Any]:
             for one in tried
         },
         report.replace("/", "_"): by_seed(finished, report, 4),
-        **{key: round(costs[key]) for key in COSTS if key in costs},
+        **{key: round(costs[key]) for key in comparison.COSTS if key in costs},
         f"curve_{metric}": [[step, round(seconds, 1), round(value, 4)] for step, seconds, value in costs["curves"][0]],
         "runs_at_a_time": results["jobs"],
         "measured": results["measured"],

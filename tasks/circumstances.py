@@ -71,11 +71,8 @@ def _processor() -> str:
 def describe(measured: Mapping[str, Any]) -> str:
     """The results of `find_circumstances` in one line."""
     versions = ", ".join(f"{name} {version}" for name, version in measured["versions"].items())
-    parts = [measured.get("gpu"), measured.get("processor") or "a processor whose model was not recorded"]
+    parts = [measured.get("gpu"), measured["processor"]]
     if (threads := measured.get("threads")) is not None:
         parts.append("1 thread" if threads == 1 else f"{threads} threads")
-    if "recorded" in measured:  # measured before commits were recorded
-        commit = f"recorded in commit {measured['recorded'].split()[0]}"
-    else:
-        commit = f"commit {(measured['commit'] or 'unknown').split()[0]}"
+    commit = f"commit {(measured['commit'] or 'unknown').split()[0]}"
     return "; ".join([*filter(None, parts), versions, commit, measured["date"]])

@@ -111,12 +111,6 @@ class Prepare(Command):
     test: Share = key(0.01, "the share of the documents for the test")
     processes: Count | None = key(None, "processes that tokenize; null: one per core")
 
-    @model_validator(mode="after")
-    def _leave_some(self) -> Prepare:
-        if self.validation + self.test >= 1:
-            raise ValueError("validation and test leave nothing to train on: give less than 1")
-        return self
-
 
 class PrepareImages(Command):
     """The keys of `longseq prepare task=image`."""

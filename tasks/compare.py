@@ -7,13 +7,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import closing
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from hydra import compose
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
@@ -21,22 +27,42 @@ from omegaconf import DictConfig, OmegaConf
 from longseq.tasks import comparison
 from longseq.tasks.circumstances import find_circumstances
 from longseq.tasks.commands import Compare
-from longseq.tasks.comparison_costs import cost_table, find_costs, plot_curves
-from longseq.tasks.comparison_runs import Trial, config_folders, device_of, find_places, run_all
 from longseq.tasks.config import UNITS, read
 from longseq.tasks.costs import match_parameters
 from longseq.tasks.registry import read_experiment
 from longseq.tasks.report import print_rows, quiet_libraries, shorten
 from longseq.tasks.training import runs
+from longseq.tasks.training.automatic import MINUTES
 from longseq.tasks.training.configuration import resolve, spell_value, with_absolute_root
+from longseq.tasks.training.recipe import device_count
+from longseq.tasks.training.schedule import WARMUPS
 from longseq.tasks.training.system import write_text
 from longseq.tasks.training.words import with_length
 
 RESULTS_FILE, TABLE_FILE, PLOT_FILE = "results.json", "table.md", "plot.png"
 CURVES_FILE = "curves.png"
+LOG_FILE, MEASURED_FILE = "log.txt", "measured.json"  # of each run
 
 # Keys of this command; every other override is passed to each `longseq train`.
 OWN_KEYS = ("comparison", *Compare.model_fields)
+
+
+class Trial(NamedTuple):
+    """One run: its row in the table, setting (sweep), learning rate and seed, and how to train it."""
+
+    name: str
+    setting: dict[str, Any]
+    learning_rate: float | None
+    seed: int
+    folder: Path
+    overrides: list[str]
+    config: dict[str, Any]
+
+    def describe(self) -> str:
+        """The trial in one line."""
+        parts = [self.name, *(f"{key}={value}" for key, value in self.setting.items())]
+        parts += [] if self.learning_rate is None else [f"learning rate {self.learning_rate:g}"]
+        return f"{', '.join(parts)}, seed {self.seed}"
 
 
 @quiet_libraries()
@@ -60,10 +86,10 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     report = keys.report or metric.replace("val/", "test/")
     places = find_places(first)
     jobs = keys.jobs or max(1, len(places))
-    for name in (TABLE_FILE, PLOT_FILE, CURVES_FILE):
-        (folder / name).unlink(missing_ok=True)
+    config_name = HydraConfig.get().job.config_name
+    name = [] if config_name in (None, "compare") else [f"--config-name={config_name}"]
     results: dict[str, Any] = {
-        "command": shlex.join(["longseq", "compare", *config_folders(), *_config_name(), *words]),
+        "command": shlex.join(["longseq", "compare", *config_folders(), *name, *words]),
         "report": report,
         "selected_by": metric,
         "measured": find_circumstances(device_of(places)),
@@ -81,15 +107,15 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     # Metrics chosen by name, such as f1_weighted, are no slices of the reported one (f1).
     named = {f"test/{name}" for trial in trials for name in trial.config["task"].get("metrics") or ()}
     _train(trials, slots, results, "rows", folder, named)
-    results["costs"] = find_costs(results, folder)
+    results["costs"] = comparison.find_costs(results, folder)
     write_text(folder / RESULTS_FILE, json.dumps(results, indent=2) + "\n")
     write_text(folder / TABLE_FILE, comparison.markdown(results))
     print_rows(comparison.table(results))
-    print_rows(cost_table(results))
+    print_rows(comparison.cost_table(results))
     if keys.plot:
         comparison.plot(results, folder / PLOT_FILE)
         if any(entry["curves"] for entry in results["costs"]):
-            plot_curves(results, folder / CURVES_FILE)
+            comparison.plot_curves(results, folder / CURVES_FILE)
     _refuse_failures([*results.get("tries", ()), *results["rows"]])
     return results
 
@@ -197,19 +223,12 @@ def _set(values: Mapping[str, Any]) -> list[str]:
 
 def _shorten(composed: DictConfig, part: float) -> dict[str, Any]:
     """The keys that shorten a run and its warm-up to a part of their lengths."""
-    shorter: dict[str, Any] = {}
-    for unit in UNITS:
-        schedule = composed.recipe.get("schedule") or {}
-        for key, value in (
-            (unit, composed.recipe.get(unit)),
-            (f"schedule.warmup_{unit}", schedule.get(f"warmup_{unit}")),
-        ):
-            if value:
-                exact = value * part
-                shorter[f"recipe.{key}"] = exact if unit == "tokens" or "warmup_epochs" in key else max(1, round(exact))
-    if not any(f"recipe.{unit}" in shorter for unit in UNITS):
-        raise ValueError("rates_at shortens runs with recipe.epochs, recipe.updates or recipe.tokens")
-    return shorter
+    recipe = composed.recipe
+    lengths = {f"recipe.{unit}": recipe.get(unit) for unit in (*UNITS, MINUTES)}
+    lengths |= {f"recipe.schedule.{name}": (recipe.get("schedule") or {}).get(name) for name in WARMUPS}
+    whole = ("recipe.epochs", "recipe.updates", "recipe.schedule.warmup_updates")
+    shorter = {key: value * part for key, value in lengths.items() if value}
+    return {key: max(1, round(value)) if key in whole else value for key, value in shorter.items()}
 
 
 def _combine(overrides: Sequence[str]) -> list[str]:
@@ -230,6 +249,92 @@ def _key(override: str) -> str:
     return override.split("=", 1)[0].lstrip("+~")
 
 
-def _config_name() -> list[str]:
-    name = HydraConfig.get().job.config_name
-    return [] if name in (None, "compare") else [f"--config-name={name}"]
+def find_places(config: Mapping[str, Any]) -> list[str]:
+    """CUDA_VISIBLE_DEVICES for each run that fits on this machine at the same time; empty for runs on the CPU."""
+    if config["trainer"].get("accelerator") == "cpu":
+        return []
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = named.split(",") if named else [str(index) for index in range(torch.cuda.device_count())]
+    size = device_count(config)
+    return [",".join(visible[first : first + size]) for first in range(0, len(visible) - size + 1, size)]
+
+
+def run_all(trials: Sequence[Trial], places: Sequence[str | None]) -> Generator[tuple[int, dict[str, Any]], None, None]:
+    """Run the trials, one at a time in each of `places`; yield the index and the row of each when it ends.
+
+    Closing the generator ends the runs, which then write their checkpoints.
+    """
+    waiting, free = list(enumerate(trials)), list(places)
+    running: dict[subprocess.Popen[bytes], tuple[int, str | None]] = {}
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        while waiting or running:
+            if waiting and free:
+                index, trial = waiting.pop(0)
+                if runs.finished(trial.folder) is None:
+                    place = free.pop(0)
+                    running[_start(trial, place, jobs=len(places))] = (index, place)
+                else:
+                    yield index, _row(trial, 0)
+                continue
+            for process in [one for one in running if one.poll() is not None]:
+                index, place = running.pop(process)
+                free.append(place)
+                yield index, _row(trials[index], process.returncode)
+            time.sleep(0.05)
+    finally:
+        for process in running:
+            process.terminate()
+        for process in running:
+            process.wait()
+        signal.signal(signal.SIGTERM, before)
+
+
+def _start(trial: Trial, place: str | None, *, jobs: int) -> subprocess.Popen[bytes]:
+    environment = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs)), **os.environ}
+    if place is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = place
+    trial.folder.mkdir(parents=True, exist_ok=True)
+    write_text(trial.folder / MEASURED_FILE, json.dumps(find_circumstances(device_of(place))) + "\n")
+    command = [
+        sys.executable,
+        sys.argv[0],
+        "train",
+        *config_folders(),
+        *trial.overrides,
+        "resume=true",
+        f"hydra.run.dir={spell_value(str(trial.folder))}",
+    ]
+    with (trial.folder / LOG_FILE).open("wb") as log:
+        return subprocess.Popen(command, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
+
+
+def device_of(place: Any) -> torch.device:
+    return torch.device("cuda" if place and torch.cuda.is_available() else "cpu")
+
+
+def _row(trial: Trial, code: int) -> dict[str, Any]:
+    """The row of a trial in the results, after its run has ended."""
+    row: dict[str, Any] = {
+        "name": trial.name,
+        "setting": trial.setting,
+        "learning_rate": trial.learning_rate,
+        "seed": trial.seed,
+        "overrides": trial.overrides,
+        "folder": f"runs/{trial.folder.name}",
+        "measured": json.loads((trial.folder / MEASURED_FILE).read_text(encoding="utf-8")),
+    }
+    metrics = runs.finished(trial.folder)
+    if metrics is not None:
+        return row | {"status": "finished", "metrics": metrics}
+    log = (trial.folder / LOG_FILE).read_text(encoding="utf-8", errors="replace").split("\n")
+    last = next((line for line in reversed(log) if line.strip()), f"exit code {code}")
+    return row | {"status": "failed", "error": last.removeprefix("longseq: error: ")}
+
+
+def config_folders() -> list[str]:
+    """The flags that gave this command folders of configuration files."""
+    flags = {"command-line": "--config-dir", "main": "--config-path"}
+    sources = HydraConfig.get().runtime.config_sources
+    given = [source for source in sources if source.provider in flags and source.schema == "file"]
+    return [f"{flags[source.provider]}={source.path}" for source in given]

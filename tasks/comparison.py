@@ -1,4 +1,4 @@
-"""The results of a comparison: the best learning rate of each row and setting, as a table and as a plot."""
+"""The results of a comparison: the best learning rate of each row and setting, its costs, tables and plots."""
 
 from __future__ import annotations
 
@@ -8,11 +8,22 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+import numpy as np
+
 from longseq.tasks.circumstances import describe
-from longseq.tasks.comparison_costs import cost_table
 
 Row = Mapping[str, Any]
 SIDE_BY_SIDE = 0.3  # the width over which a plot spreads the rows of a column, in units of the column distance
+# Metrics of a run that are costs, with their headings.
+COSTS = {
+    "parameters": "parameters",
+    "parameters_without_embedding": "without embeddings",
+    "state": "state",
+    "flops_per_token": "FLOPs a token",
+    "tokens_per_second": "tokens/s",
+    "images_per_second": "images/s",
+    "seconds": "seconds",
+}
 
 
 def summarize(rows: Sequence[Row], report: str, selected_by: str, others: Collection[str] = ()) -> list[dict[str, Any]]:
@@ -35,10 +46,11 @@ def _best(group: Sequence[Row], report: str, selected_by: str, others: Collectio
     for row in group:
         if "metrics" in row:
             finished[row["learning_rate"]].append(row["metrics"])
-    better = is_higher_better([metrics for listed in finished.values() for metrics in listed], selected_by)
-    if better is None and sum(map(bool, finished.values())) > 1:
+    every = [metrics for listed in finished.values() for metrics in listed]
+    stated = {metrics.get("higher_is_better", {}).get(selected_by) for metrics in every} - {None}
+    if len(stated) != 1 and sum(map(bool, finished.values())) > 1:
         raise ValueError(f"{selected_by} does not say which values are better: give one learning rate")
-    sign = -1 if better is False else 1
+    sign = -1 if stated == {False} else 1
 
     def merit(rate: Any) -> tuple[int, float]:
         values = [sign * metrics.get(selected_by, nan) for metrics in finished[rate]]
@@ -60,12 +72,6 @@ def _best(group: Sequence[Row], report: str, selected_by: str, others: Collectio
         "failed": sum("metrics" not in row for row in group),
         "metrics": {key: _spread(listed) for key, listed in values.items()},
     }
-
-
-def is_higher_better(found: Sequence[Row], metric: str) -> bool | None:
-    """Whether higher values of a metric are better, by the metrics of finished runs; None if they do not state it."""
-    stated = {metrics.get("higher_is_better", {}).get(metric) for metrics in found} - {None}
-    return stated.pop() if len(stated) == 1 else None
 
 
 def _spread(values: Sequence[float]) -> dict[str, Any]:
@@ -165,10 +171,8 @@ def plot(results: Mapping[str, Any], path: Path) -> None:
     figure = Figure(figsize=(8, max(3.0, 0.3 * len(values) + 1.5)), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     if len(shown) == 1:
-        found = [row["metrics"] for row in results["rows"] if "metrics" in row]
         known = {name: listed[0] for name, listed in values.items() if listed[0] is not None}
-        descends = is_higher_better(found, results["report"]) is False  # the best value is on top
-        ordered = sorted(known, key=lambda name: known[name]["mean"], reverse=descends)
+        ordered = sorted(known, key=lambda name: known[name]["mean"])
         means = [known[name]["mean"] for name in ordered]
         axes.barh(ordered, means, xerr=[known[name]["std"] or 0.0 for name in ordered])
         axes.set_xlabel(results["report"])
@@ -195,3 +199,77 @@ def _draw_lines(axes: Any, values: Mapping[str, Sequence[Row | None]]) -> None:
         errors = [value["std"] or 0.0 for value in listed if value is not None]
         style = {"color": f"C{number % 10}", "linestyle": styles[number // 10 % 3], "marker": "o", "markersize": 4}
         axes.errorbar(places, means, yerr=errors, label=name, capsize=2, **style)
+
+
+def read_curve(folder: Path, metric: str) -> list[tuple[int, float]]:
+    """The validations of a run: updates and values of a metric, from the files of TensorBoard."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found: dict[int, float] = {}
+    for file in sorted(folder.glob("events.out.tfevents.*")):  # a resumed run has several
+        board = EventAccumulator(str(file), size_guidance={"scalars": 0}).Reload()
+        if metric in board.Tags()["scalars"]:
+            found |= {event.step + 1: event.value for event in board.Scalars(metric)}
+    return sorted(found.items())
+
+
+def find_costs(results: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
+    """For each row and setting at its learning rate: the means of its costs over the seeds, and its curves.
+
+    `equal_time` is the validation metric at the time that the fastest row takes in all: a run has trained in
+    proportion to its updates, and the schedule of a slower one has not ended there. A row without a validation up to
+    then has none.
+    """
+    entries = []
+    for entry in results["summary"]:
+        place = ("name", "setting", "learning_rate")
+        chosen = [row for row in results["rows"] if "metrics" in row and all(row[key] == entry[key] for key in place)]
+        if not chosen:
+            continue
+        metrics = [row["metrics"] for row in chosen]
+        means = {key: fmean(one[key] for one in metrics) for key in COSTS if all(key in one for one in metrics)}
+        curves = [
+            [(step, step / row["metrics"]["updates"] * row["metrics"]["seconds"], value) for step, value in points]
+            for row in chosen
+            if "updates" in row["metrics"] and (points := read_curve(folder / row["folder"], results["selected_by"]))
+        ]
+        entries.append({"name": entry["name"], "setting": entry["setting"], **means, "curves": curves})
+    shortest = min((entry["seconds"] for entry in entries if entry.get("seconds")), default=None)
+    for entry in entries:
+        series = [zip(*curve, strict=True) for curve in entry["curves"]]
+        at = [np.interp(shortest, times, values, left=nan) for _, times, values in series if shortest is not None]
+        if at and not np.isnan(at).any():
+            entry["equal_time"] = fmean(at)
+    return entries
+
+
+def cost_table(results: Mapping[str, Any]) -> list[list[str]]:
+    """The heading and rows of the table of costs."""
+    entries: Sequence[Row] = results["costs"]
+    keys = [key for key in COSTS if any(key in entry for entry in entries)]
+    timed = any("equal_time" in entry for entry in entries)
+    last = [f"{results['selected_by']} at equal time"] if timed else []
+    rows = [["model", *(COSTS[key] for key in keys), *last]]
+    for entry in entries:
+        cells = [f"{entry[key]:,.0f}" if key in entry else "" for key in keys]
+        ending = [f"{entry['equal_time']:.3f}" if "equal_time" in entry else ""] if timed else []
+        rows.append([_label(entry), *cells, *ending])
+    return rows
+
+
+def plot_curves(results: Mapping[str, Any], path: Path) -> None:
+    """Draw the validation metric of each seed over updates and over seconds."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.5), dpi=150, layout="constrained")
+    for axes, place, label in zip(figure.subplots(1, 2, sharey=True), (0, 1), ("updates", "seconds"), strict=True):
+        for number, entry in enumerate(results["costs"]):
+            for seed, curve in enumerate(entry["curves"]):
+                name = entry["name"] if seed == 0 else None
+                axes.plot([point[place] for point in curve], [point[2] for point in curve], color=f"C{number % 10}",
+                          linestyle=("-", "--", ":")[number // 10 % 3], linewidth=1, label=name)  # fmt: skip
+        axes.set_xlabel(label)
+        axes.grid(alpha=0.3)
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small")
+    figure.axes[0].set_ylabel(results["selected_by"])
+    figure.savefig(path)

@@ -9,9 +9,11 @@ the other commands.
 from __future__ import annotations
 
 import difflib
+import functools
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -22,7 +24,6 @@ from pydantic import (
     create_model,
     model_serializer,
 )
-from pydantic.fields import FieldInfo
 
 T = TypeVar("T", bound="Keys")
 
@@ -39,9 +40,7 @@ Criterion = Literal["f1", "balanced_accuracy"]
 class Keys(BaseModel):
     """A section of a configuration: unknown keys are errors, and values cannot be changed."""
 
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=(), populate_by_name=True
-    )
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=())
 
     def to_dict(self) -> dict[str, Any]:
         """The keys as dictionaries and lists, as in a YAML file."""
@@ -98,12 +97,14 @@ def describe_error(error: ValidationError, cls: type[BaseModel], values: Any, pl
     """The first wrong key of a validation in one line: the key, its value, and what is allowed."""
     wrong = error.errors(include_url=False, include_context=False)
     first = next((one for one in wrong if one["type"] == "extra_forbidden"), wrong[0])
-    path = _find_path(first["loc"], values) + ([first["loc"][-1]] if first["type"] == "missing" else [])
+    path = _find_path(first["loc"], values)
     name = ".".join(filter(None, [place, *map(str, path)]))
     if first["type"] == "extra_forbidden":
-        return unknown_key(str(path[-1]), _keys_at(cls, path[:-1]), name.rpartition(".")[0])
+        section = functools.reduce(operator.getitem, path[:-1], values)
+        known = list(cls.model_fields) if len(path) == 1 else [other for other in section if other != path[-1]]
+        return unknown_key(str(path[-1]), known, name.rpartition(".")[0])
     if first["type"] == "missing":
-        return f"{name} is missing: give {name}=..."
+        return f"{'.'.join(filter(None, [name, str(first['loc'][-1])]))} is missing"
     allowed = [one["msg"] for one in wrong if _find_path(one["loc"], values) == path]
     reason = " or ".join(dict.fromkeys(text.removeprefix("Value error, ") for text in allowed))
     if first["type"] == "value_error":  # by a check of several keys
@@ -119,26 +120,6 @@ def _find_path(loc: Sequence[Any], values: Any) -> list[Any]:
             path.append(part)
             values = values[part]
     return path
-
-
-def _keys_at(cls: Any, path: Iterable[Any]) -> list[str]:
-    """The keys of the section at `path` below the class `cls`."""
-    for part in path:
-        field = cls.model_fields.get(part) if _is_section(cls) else None
-        cls = next(filter(_is_section, _kinds(field.annotation)), None) if field else None
-    return list(cls.model_fields) if _is_section(cls) else []
-
-
-def _is_section(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, BaseModel)
-
-
-def _kinds(hint: Any) -> list[Any]:
-    """The alternatives of a type."""
-    inner = get_args(hint)
-    if get_origin(hint) is Annotated:
-        return _kinds(inner[0])
-    return [kind for one in inner for kind in _kinds(one)] if inner and not _is_section(hint) else [hint]
 
 
 def unknown_key(name: str, known: Sequence[str], place: str = "") -> str:
@@ -163,14 +144,11 @@ def spell(value: Any) -> str:
 
 def defaults(cls: type[Keys]) -> dict[str, Any]:
     """The defaults of a section as a dictionary for Hydra, with `???` for required keys."""
-    return {name: _default(field) for name, field in cls.model_fields.items()}
-
-
-def _default(field: FieldInfo) -> Any:
-    if field.is_required():
-        return "???"
-    value = field.get_default(call_default_factory=True)
-    return _lists(value.model_dump() if isinstance(value, BaseModel) else value)
+    found = {}
+    for name, field in cls.model_fields.items():
+        value = "???" if field.is_required() else field.get_default(call_default_factory=True)
+        found[name] = _lists(value.model_dump() if isinstance(value, BaseModel) else value)
+    return found
 
 
 # --- sections of a training
@@ -254,7 +232,7 @@ class TrainerKeys(OpenKeys):
     """The keys of `trainer`: the arguments of Lightning's Trainer."""
 
     accelerator: str = key("auto", "auto, cpu, gpu, ...")
-    devices: Annotated[int, Field(ge=-1)] | str | list[int] = key(1, "the number of devices, or auto")
+    devices: Annotated[int, Field(ge=-1)] | Literal["auto"] | list[int] = key(1, "their number, their indices, or auto")
     num_nodes: Count = key(1, "the number of machines")
     precision: Any = key("32-true", "32-true, bf16-mixed, 16-mixed or 64-true")
     accumulate_grad_batches: Count = key(1, "the batches of an update on each device")

@@ -45,8 +45,7 @@ def run(cfg: DictConfig) -> dict[str, float]:
         loaded = checkpoints.load(checkpoint, weights=keys.weights, tasks=registry.names(), **options)
     output = Path(keys.output or _run_folder(checkpoint) / f"evaluation_{split}.json")
     unreadable = UnreadableSamples(unit=loaded.config.get("task", {}).get("unit", "samples"))
-    # A profiler writes next to the metrics, without replacing the report of the training.
-    trainer = build_trainer({**config, "output": output.parent}, [unreadable], profile=f"profile_{output.stem}")
+    trainer = build_trainer({**config, "output": output.parent}, [unreadable])
     datamodule = task.data.for_evaluation(
         loaded.config, changes, split=split, trained=trained, batch_size=EVALUATION_BATCH
     )

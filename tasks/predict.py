@@ -2,7 +2,6 @@
 
 import csv
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,6 @@ from longseq.tasks.report import quiet_libraries
 from longseq.tasks.training import checkpoint
 from longseq.tasks.training.configuration import read_command
 
-Found = Iterator[Prediction | Unreadable]
-
 
 @quiet_libraries()
 def run(cfg: DictConfig) -> dict[str, int]:
@@ -33,69 +30,59 @@ def run(cfg: DictConfig) -> dict[str, int]:
     inputs = data.inputs.open(keys.input, data.info_class.from_dict(loaded.data), keys)
     output = Path(keys.output)
     output.parent.mkdir(parents=True, exist_ok=True)
-    with torch.inference_mode(), replacing(output) as partial:
-        found = inputs.predict(loaded.backbone.to(device).eval(), keys)
+    predictions: list[Prediction] = []
+    failed: list[Unreadable] = []
+    with torch.inference_mode():
+        for one in inputs.predict(loaded.backbone.to(device).eval(), keys):
+            if isinstance(one, Unreadable):
+                failed.append(one)
+            else:
+                predictions.append(one)
+    with replacing(output) as partial:
         if output.suffix == ".csv":
             delimiter = (loaded.config.get("data") or {}).get("label_delimiter") or ";"
-            classified, failed = _write_csv(partial, found, inputs, delimiter)
+            _write_csv(partial, predictions, failed, inputs, delimiter)
         else:
-            classified, failed = _write_json(partial, found, inputs)
+            _write_json(partial, predictions, failed, inputs)
     unreadable = f"{len(failed)} unreadable"
     if failed:
         unreadable += f" (the first: {failed[0].path}: {failed[0].reason})"
     unit = loaded.config.get("task", {}).get("unit", inputs.unit)
-    print(f"{classified} {unit} classified, {unreadable}; written to {output}")
-    return {"classified": classified, "unreadable": len(failed)}
+    print(f"{len(predictions)} {unit} classified, {unreadable}; written to {output}")
+    return {"classified": len(predictions), "unreadable": len(failed)}
 
 
-def _write_csv(path: Path, found: Found, inputs: Inputs, delimiter: str) -> tuple[int, list[Unreadable]]:
-    """Write predictions as they come, then the unreadable inputs.
+def _write_csv(
+    path: Path, predictions: list[Prediction], failed: list[Unreadable], inputs: Inputs, delimiter: str
+) -> None:
+    """Write predictions, then the unreadable inputs.
 
-    `delimiter` separates several labels in a cell. Returns the number of predictions, and the unreadable inputs.
+    `delimiter` separates several labels in a cell.
     """
-    failed: list[Unreadable] = []
-    classified, width = 0, 1
-
-    def cells_of(one: Prediction | Unreadable) -> list[Any]:
-        values = [one.details.get(name, "") for name in inputs.details]
-        return [one.path, *(delimiter.join(value) if isinstance(value, list) else value for value in values)]
-
-    def write_header() -> None:
-        columns = [f"{column}_{rank}" for rank in range(1, width + 1) for column in ("class", "probability")]
-        writer.writerow(["path", *inputs.details, *columns, "error"])
-
+    width = len(predictions[0].classes) if predictions else 1
+    columns = [f"{column}_{rank}" for rank in range(1, width + 1) for column in ("class", "probability")]
+    rows: list[Prediction | Unreadable] = [*predictions, *failed]
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
-        for one in found:
-            if isinstance(one, Unreadable):
-                failed.append(one)
-                continue
-            if not classified:
-                width = len(one.classes)
-                write_header()
-            classified += 1
-            cells = [cell for name, value in one.classes for cell in (name, f"{value:.6f}")]
-            writer.writerow([*cells_of(one), *cells, ""])
-        if not classified:
-            write_header()
-        for one in failed:
-            writer.writerow([*cells_of(one), *[""] * (2 * width), one.reason])
-    return classified, failed
+        writer.writerow(["path", *inputs.details, *columns, "error"])
+        for one in rows:
+            values = [one.details.get(name, "") for name in inputs.details]
+            own = [one.path, *(delimiter.join(value) if isinstance(value, list) else value for value in values)]
+            if isinstance(one, Prediction):
+                cells = [cell for name, value in one.classes for cell in (name, f"{value:.6f}")]
+                writer.writerow([*own, *cells, ""])
+            else:
+                writer.writerow([*own, *[""] * (2 * width), one.reason])
 
 
-def _write_json(path: Path, found: Found, inputs: Inputs) -> tuple[int, list[Unreadable]]:
-    """Write an object with `predictions` and `unreadable`. Returns as `_write_csv`."""
-    predictions: list[dict[str, Any]] = []
-    failed: list[Unreadable] = []
-    for one in found:
-        if isinstance(one, Unreadable):
-            failed.append(one)
-            continue
+def _write_json(path: Path, predictions: list[Prediction], failed: list[Unreadable], inputs: Inputs) -> None:
+    """Write an object with `predictions` and `unreadable`."""
+    predicted = []
+    for one in predictions:
         classes = [{"class": name, "probability": round(value, 6)} for name, value in one.classes]
-        predictions.append({"path": one.path, **one.details, "classes": classes})
+        predicted.append({"path": one.path, **one.details, "classes": classes})
     unreadable: list[Any] = [one.path for one in failed]
     if inputs.details:
         unreadable = [{"path": one.path, **one.details, "reason": one.reason} for one in failed]
-    content = {"predictions": predictions, "unreadable": unreadable}
+    content = {"predictions": predicted, "unreadable": unreadable}
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    return len(predictions), failed

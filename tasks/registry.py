@@ -19,12 +19,6 @@ if TYPE_CHECKING:  # the table itself imports no task
     from longseq.tasks.training.module import TrainedModule
 
 
-def _plain_report() -> Report:
-    from longseq.tasks.report import Report
-
-    return Report()
-
-
 @dataclass(frozen=True)
 class Task:
     """The parts of a task. A task of this package defines each in the file of its name.
@@ -40,7 +34,7 @@ class Task:
     data: type[TaskData]
     model: TaskModel
     module: type[TrainedModule]
-    report: Report = field(default_factory=_plain_report)
+    report: Report = field(default_factory=lambda: importlib.import_module("longseq.tasks.report").Report())
 
 
 _registered: dict[str, Task | Callable[[], Task]] = {}
@@ -100,7 +94,7 @@ def read_experiment(config: Mapping[str, Any], command: type[Train] = Train) -> 
 
     ValueError for an unknown key or an impossible value.
     """
-    from longseq.tasks.training.recipe import device_batch_size  # torch and timm, which `--help` need not wait for
+    from longseq.tasks.training.recipe import device_batch_size  # Lightning, which `--help` need not wait for
 
     task_keys = of(config).config
     if unread := [key for key in config if key not in command.model_fields]:

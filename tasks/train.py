@@ -4,7 +4,6 @@ import json
 import logging
 import os
 import shlex
-from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain, repeat
 from pathlib import Path
@@ -31,9 +30,9 @@ from longseq.tasks.training import checkpoint as checkpoints
 from longseq.tasks.training.callbacks.stop import stoppable
 from longseq.tasks.training.callbacks.throughput import RunClock, Throughput
 from longseq.tasks.training.class_report import to_csv
-from longseq.tasks.training.configuration import Config, command_word, resolve, with_absolute_root
-from longseq.tasks.training.logger import RunLogger, close_loggers, log_parameters, logged, writes_events
-from longseq.tasks.training.model import freeze, reads_mixer, values_in_force
+from longseq.tasks.training.configuration import Config, command_word, flatten, refer, resolve, with_absolute_root
+from longseq.tasks.training.logger import RunLogger, close_loggers, logged, writes_events
+from longseq.tasks.training.model import freeze
 from longseq.tasks.training.module import TrainedModule
 from longseq.tasks.training.recipe import Training, device_batch_size, device_count, effective_learning_rate
 from longseq.tasks.training.runs import locked
@@ -41,6 +40,8 @@ from longseq.tasks.training.system import write_text
 from longseq.tasks.training.trainer import TABLE, build_callbacks, build_trainer, find_learning_rate, plan_updates
 
 _log = logging.getLogger(__name__)
+
+SETTINGS = ("task", "data", "recipe", "model", "mixer", "scale", "seed")  # in TensorBoard's HPARAMS tab
 
 
 class Parts(NamedTuple):
@@ -68,17 +69,10 @@ def run(cfg: DictConfig) -> float | None:
     try:
         if not _is_first_process():
             return _train(config, folder)
-        with locked(folder), logged(_find_log(folder)):
+        with locked(folder), logged(folder):
             return _train(config, folder)
     finally:
-        runs.forget_folders()
-
-
-def _find_log(folder: Path) -> Path | None:
-    """The log of a command, `hydra.job.name`.log in its folder; None without a command or if Hydra writes a log."""
-    if not HydraConfig.initialized() or HydraConfig.get().job_logging["root"] is not None:
-        return None
-    return folder / f"{HydraConfig.get().job.name}.log"
+        runs.own_folder.cache_clear()  # the next command in this process has its own
 
 
 def _train(config: dict[str, Any], folder: Path) -> float | None:
@@ -86,16 +80,12 @@ def _train(config: dict[str, Any], folder: Path) -> float | None:
     if torch.cuda.is_available():
         torch.set_float32_matmul_precision(config["matmul_precision"])
     if checkpoint is not None:
-        given, config = config, runs.chosen_in(checkpoint, config)
-        _print_kept(given, config)
-    init = config["init"]
-    if checkpoint is not None and init is not None:
-        config = {**config, "init": str(checkpoint)}  # the run needs the file no longer
+        config = automatic.as_chosen_before(config, runs.saved_config(checkpoint) or {})
     wanted = config
     config, datamodule, reason = _open(wanted)
     if automatic.plans(config):
         config, reason = choose(automatic.with_found(wanted, updates=_plan(config, datamodule)), datamodule.info)
-    config = with_absolute_root({**config, "init": init})  # so that `evaluate` finds the data from any working folder
+    config = with_absolute_root(config)  # so that `evaluate` finds the data from any working folder
     if reason is not None:
         _print(reason)
     if automatic.searches(config):
@@ -104,28 +94,29 @@ def _train(config: dict[str, Any], folder: Path) -> float | None:
         runs.check_data(checkpoint, datamodule.info)
     module = _build_module(config, datamodule, initialized=checkpoint is None)
     _check_direction(config["optimized_metric"], module)
-    first_update = runs.updates_of(checkpoint) if checkpoint else 0
+    first_update = runs.contents_of(checkpoint)["global_step"] if checkpoint else 0
     trainer = build_trainer(config, build_callbacks(config, module), first_update=first_update)
     datamodule.trainer = trainer  # as Lightning does later: it determines the batches of an epoch
     if checkpoint is not None:
         module.check_continues(runs.contents_of(checkpoint), trainer, datamodule)
         if _is_first_process():
             runs.bring_best(checkpoint, folder)  # after all errors: a refused run leaves no folder
-    in_force = values_in_force(config, module.backbone)
-    _save_config(in_force, folder)
+    _save_config(config, folder)
     _announce(config, datamodule.info, module, checkpoint, events=writes_events(trainer.loggers))
     device = trainer.strategy.root_device
     try:
         with stoppable(trainer):
-            log_parameters(trainer.loggers, dict(runs.flatten(in_force)))
+            for logger in trainer.loggers:
+                if not isinstance(logger, RunLogger):  # TensorBoard gets the keys at the end, with the results
+                    logger.log_hyperparams(dict(flatten(config)))
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()  # a sweep trains several models in this process
             trainer.fit(module, datamodule=datamodule, ckpt_path=checkpoint, weights_only=True)
-            facts = {}
-            if device.type == "cuda":
-                facts["gpu_memory_gib"] = round(torch.cuda.max_memory_allocated(device) / 2**30, 2)
-            metrics = _test(trainer, module, datamodule)
-        metrics |= _run_facts(trainer, module) | facts
+            clock = next(one for one in trainer.callbacks if isinstance(one, RunClock))  # type: ignore[attr-defined]
+            # Before the test, which loads the state of the best checkpoint.
+            facts, seconds = _run_facts(trainer, module), clock.time_elapsed("train")
+            metrics = _test(trainer, module, datamodule) | facts
+            metrics["seconds"] = round(seconds + clock.time_elapsed("test"), 1)
         _record(trainer, config, module, metrics, datamodule.info)
     finally:
         close_loggers(trainer.loggers)
@@ -161,7 +152,9 @@ def _build_module(config: Config, datamodule: TaskData, initialized: bool) -> Tr
         taken = (config["task"]["name"], *task.model.starts_from)
         task.model.start_from(model, checkpoints.load(config["init"], key="init", tasks=taken), datamodule.info)
     freeze(model, config["recipe"].get("freeze"))
-    config["plugins"] = _find_plugins(config, datamodule, model, task.module)
+    # The plug-ins that the command declares, or that define the data, the model or the training steps.
+    parts = [type(datamodule), *datamodule.registered_parts, task.module, *map(type, model.modules())]
+    config["plugins"] = sorted({*(config.get("plugins") or []), *filter(None, map(plugin_of, parts))})
     training = Training.from_config(config, datamodule.info)
     return task.module.from_config(config, model, datamodule.info, training)
 
@@ -192,14 +185,6 @@ def _plan(config: Config, datamodule: TaskData) -> int:
         f"{watch.validation:.3g} s"
     )
     return updates
-
-
-def _find_plugins(
-    config: Config, datamodule: TaskData, model: torch.nn.Module, module: type[TrainedModule]
-) -> list[str]:
-    """The plug-ins that the command declares or that define the data, the model or the training steps."""
-    parts = [type(datamodule), *datamodule.registered_parts, module, *map(type, model.modules())]
-    return sorted({*(config.get("plugins") or []), *filter(None, map(plugin_of, parts))})
 
 
 def _is_first_process() -> bool:
@@ -235,20 +220,18 @@ def _best_checkpoint(trainer: Trainer) -> str | None:
 
 def _run_facts(trainer: Trainer, module: TrainedModule) -> dict[str, Any]:
     data: Any = trainer.datamodule  # type: ignore[attr-defined]
-    info = data.info.to_dict()
+    info, device = data.info.to_dict(), trainer.strategy.root_device
     facts: dict[str, Any] = {
         "epochs": module.epochs_trained,
         "updates": trainer.global_step,
         **costs_of(module.backbone, info.get("window", info.get("longest"))),
     }
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, RunClock):
-            facts["seconds"] = round(callback.seconds, 1)
-        if isinstance(callback, Throughput) and callback.mean.rate is not None:
-            facts[f"{callback.unit}_per_second"] = round(callback.mean.rate, 1)
-            if callback.mean.token_rate is not None:
-                facts["tokens_per_second"] = round(callback.mean.token_rate, 1)
-            facts["data_wait_ms"] = round(callback.mean.data_wait_ms or 0.0, 2)
+        if isinstance(callback, Throughput):
+            rates = callback.rates(callback.run)
+            facts |= {name: round(value, 2 if name == "data_wait_ms" else 1) for name, value in rates.items()}
+    if device.type == "cuda":
+        facts["gpu_memory_gib"] = round(torch.cuda.max_memory_allocated(device) / 2**30, 2)
     return facts
 
 
@@ -257,19 +240,8 @@ def _save_config(config: dict[str, Any], folder: Path) -> None:
     """Save the configuration such that it repeats the run in any folder: paths below the run folder follow `output`."""
     folder.mkdir(parents=True, exist_ok=True)
     own: dict[str, Any] = {key: config[key] for key in ("callbacks", "logger") if key in config}
-    record = {**config, **_refer(own, str(config["output"]))}
+    record = {**config, **refer(own, str(config["output"]))}
     write_text(folder / runs.CONFIG_FILE, OmegaConf.to_yaml(OmegaConf.create(record)))
-
-
-def _refer(value: Any, output: str) -> Any:
-    """The value with `${output}` in place of that folder at the beginning of paths."""
-    if isinstance(value, Mapping):
-        return {key: _refer(part, output) for key, part in value.items()}
-    if isinstance(value, list):
-        return [_refer(part, output) for part in value]
-    if isinstance(value, str) and (value == output or value.startswith(f"{output}/")):
-        return "${output}" + value[len(output) :]
-    return value
 
 
 @rank_zero_only
@@ -299,16 +271,6 @@ def _announce(
 
 
 @rank_zero_only
-def _print_kept(given: Config, config: Config) -> None:
-    """Print the values of `trainer` that a resumed run keeps from its beginning."""
-    values = dict(runs.flatten(config))
-    old = dict(runs.flatten(given))
-    kept = [f"{key}={values[key]}" for key in runs.KEPT_KEYS if values.get(key) != old.get(key)]
-    if kept:
-        _print(f"as the run began: {', '.join(kept)}")
-
-
-@rank_zero_only
 def _record(
     trainer: Trainer, config: dict[str, Any], module: TrainedModule, metrics: dict[str, Any], info: Info
 ) -> None:
@@ -317,8 +279,7 @@ def _record(
     for logger in trainer.loggers:
         if isinstance(logger, RunLogger):
             tested = {name: value for name, value in metrics.items() if name.startswith("test/")}
-            logger.log_results(_hyperparameters(config, module, metrics), tested)
-            logger.save()
+            logger.log_results(dict(flatten({name: config[name] for name in SETTINGS})), tested)
     written = metrics | {"higher_is_better": module.directions()} | report.extras(module, info, "test")
     if not trainer.fast_dev_run:  # type: ignore[attr-defined]
         for name, table in report.tables(module, info).items():
@@ -327,18 +288,19 @@ def _record(
     headline = [f"test/{name}" for name in (*report.headline, *asked_for) if name in module.test_metrics]
     rows = [(key, f"{metrics[key]:.4f}") for key in dict.fromkeys(headline) if key in metrics]
     rows += report.rows(module, info)
-    unit = config["task"]["unit"]
-    speed = metrics.get(f"{unit}_per_second")
-    rate = "" if speed is None else f", {speed:.0f} {unit}/s in training"
-    tokens = metrics.get("tokens_per_second") if unit != "tokens" else None
-    rate += "" if tokens is None else f" ({tokens:.0f} tokens/s)"
-    memory = metrics.get("gpu_memory_gib")
-    most = "" if memory is None else f", {memory} GiB of GPU memory"
-    rows.append(("time", f"{metrics['seconds']:.0f} s{rate}{most}"))
+    facts = [f"{metrics['seconds']:.0f} s"]
+    for unit in dict.fromkeys((config["task"]["unit"], "tokens")):
+        if f"{unit}_per_second" in metrics:
+            facts.append(f"{metrics[f'{unit}_per_second']:.0f} {unit}/s")
+    if "gpu_memory_gib" in metrics:
+        facts.append(f"{metrics['gpu_memory_gib']} GiB of GPU memory")
+    rows.append(("time", ", ".join(facts)))
     best = _best_checkpoint(trainer)
     if best:
         if kind_of(module.backbone) is not None:
-            rows.append(("model", shorten(_save_model(best, folder / runs.MODEL_FOLDER, written))))
+            target = folder / runs.MODEL_FOLDER
+            (target / CARD_FILE).unlink(missing_ok=True)
+            rows.append(("model", shorten(save_pretrained(from_pretrained(best), target, metrics=written))))
         best = shorten(best)
         rows.append(("checkpoint", best))
         if writes_events(trainer.loggers):
@@ -357,33 +319,8 @@ def _record(
         _print(closing)
 
 
-def _hyperparameters(config: Config, module: TrainedModule, metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns of TensorBoard's HPARAMS tab; config.yaml has every key."""
-    recipe, model = config["recipe"], config["model"]
-    mixed = reads_mixer(module.backbone)  # models of timm and linear ones have neither mixer nor scale
-    return {
-        "task": config["task"]["name"],
-        "data": config["data"]["name"],
-        "model": model["name"],
-        "mixer": model["label"] if mixed else "none",
-        "scale": config["scale"]["name"] if mixed else "none",
-        "parameters": metrics["parameters"],
-        "recipe": recipe["name"],
-        "learning_rate": recipe["learning_rate"],
-        "batch_size": recipe["batch_size"],
-        "epochs": metrics["epochs"],
-        "seed": config["seed"],
-    }
-
-
 def _tensorboard(folder: Path) -> str:
     return f"tensorboard --logdir {shlex.quote(shorten(folder.parent))}"
-
-
-def _save_model(checkpoint: str, folder: Path, metrics: dict[str, Any]) -> Path:
-    """Write the model of the best checkpoint with its card, for `longseq.from_pretrained`."""
-    (folder / CARD_FILE).unlink(missing_ok=True)
-    return save_pretrained(from_pretrained(checkpoint), folder, metrics=metrics)
 
 
 @rank_zero_only

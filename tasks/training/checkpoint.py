@@ -73,9 +73,17 @@ def load(
     """
     label = f"{key}={path}"
     file = find_source(path)
-    exported = importlib.import_module(FILE_MODELS) if _is_exported(file) else None
+    described = file.is_file() and file.suffix != ".ckpt" and Path(f"{file}.json").is_file()  # by `longseq export`
+    is_exported = described or file.suffix in (".onnx", ".pt2")
+    exported = importlib.import_module(FILE_MODELS) if is_exported else None
     saved = exported.read(file, weights, label) if exported else read(file, weights, label)
-    task, config = _find_task(saved, tasks)
+    config = (saved.run.get("hyper_parameters") or {}).get("config") or {}
+    # Weights load without the plug-in that registered the source of documents; a command needs it.
+    registers = (saved.text or {}).get("source_plugin")
+    check_loaded(sorted({*(config.get("plugins") or []), *filter(None, [registers])}), label)
+    task = (config.get("task") or {}).get("name") or _task_of(saved)
+    if task is None or task not in tasks:
+        raise ValueError(f"{label} is of task={task}; this command takes {', '.join(tasks)}")
     backbone = exported.restore(saved, file) if exported else restore(saved)
     if any_resolution and saved.text is None and not (exported or takes_any_resolution(backbone)):
         backbone = restore(saved, {"dynamic_img_size": True})
@@ -90,24 +98,6 @@ def load(
         epoch=saved.run["epoch"] + 1 if "epoch" in saved.run else 0,  # Lightning counts from 0, runs print from 1
         global_step=saved.run.get("global_step", 0),
     )
-
-
-def _is_exported(file: Path) -> bool:
-    """Whether `longseq export` wrote the file, which then has FILE.json next to it."""
-    described = file.is_file() and file.suffix != ".ckpt" and Path(f"{file}.json").is_file()
-    return described or file.suffix in (".onnx", ".pt2")
-
-
-def _find_task(saved: SavedModel, tasks: Collection[str]) -> tuple[str, dict[str, Any]]:
-    """The task of a saved model, one of `tasks`, and the configuration of its run."""
-    config = (saved.run.get("hyper_parameters") or {}).get("config") or {}
-    # Weights load without the plug-in that registered the source of documents; a command needs it.
-    registers = (saved.text or {}).get("source_plugin")
-    check_loaded(sorted({*(config.get("plugins") or []), *filter(None, [registers])}), saved.label)
-    task = (config.get("task") or {}).get("name") or _task_of(saved)
-    if task is None or task not in tasks:
-        raise ValueError(f"{saved.label} is of task={task}; this command takes {', '.join(tasks)}")
-    return task, config
 
 
 def known_data(saved: SavedModel, model: nn.Module) -> dict[str, Any]:

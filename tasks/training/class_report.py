@@ -20,7 +20,6 @@ class ClassReport(Report):
     """Adds precision, recall and F1 score of each class, confusion matrix and thresholds of a `ClassifierModule`."""
 
     unit: ClassVar[str]  # names the samples
-    files = tuple(f"{name}_{split}.csv" for name in ("classes", "confusion_matrix") for split in ("val", "test"))
 
     def extras(self, module: Any, info: Any, split: str) -> dict[str, Any]:
         found: dict[str, Any] = {}

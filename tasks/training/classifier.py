@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ class ClassifierModule(TrainedModule):
     ) -> None:
         super().__init__(backbone, training)
         self.num_classes, self.multi_label = num_classes, multi_label
-        self.chosen_metrics, self.metric, self.threshold = _plain(chosen_metrics), metric, _plain(threshold)
+        self.chosen_metrics, self.metric, self.threshold = chosen_metrics, metric, threshold
         self.val_metrics, self.test_metrics = (nn.ModuleDict({"loss": MeanLoss(), **make_metrics()}) for _ in range(2))
         confusion = MultilabelConfusionMatrix if multi_label else MulticlassConfusionMatrix
         self.confusion: Metric = confusion(num_classes, validate_args=False)
@@ -143,15 +143,6 @@ class ClassifierModule(TrainedModule):
             counts = torch.zeros(saved["shape"], dtype=saved["values"].dtype)
             counts[tuple(saved["places"].long().T)] = saved["values"]
             self.val_confusion_matrix = counts
-
-
-def _plain(value: Any) -> Any:
-    """Options as dictionaries, lists, numbers and text, for a checkpoint."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(one) for key, one in value.items()}
-    if isinstance(value, str | bool | int | None):
-        return value
-    return [_plain(one) for one in value] if isinstance(value, Iterable) else float(value)
 
 
 def _given_thresholds(threshold: Any, num_classes: int, multi_label: bool) -> Tensor | None:

@@ -9,7 +9,6 @@ import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, TypeVar
 
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from longseq.tasks.config import Count, Keys, Positive, Share, key, read
@@ -91,26 +90,14 @@ def resolve(config: DictConfig | Config) -> dict[str, Any]:
     metric = OmegaConf.select(config, "task.metric")
     if isinstance(metric, str) and "/" not in metric:  # other keys refer to it
         config = OmegaConf.merge(config, {"task": {"metric": f"val/{metric}"}})  # type: ignore[assignment]
-    found: Any = OmegaConf.to_container(config, resolve=True)
+    found: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     data = found.get("data")
     for name in CLASS_TABLES if isinstance(data, dict) else ():
         # A dictionary by class names may be text: keys with accents or signs are not in Hydra's grammar.
         text = data.get(name)
         if isinstance(text, str) and text.startswith("{"):
             data[name] = OmegaConf.to_container(OmegaConf.create(re.sub(r":(?=[\d.+-])", ": ", text)))
-    return _given(found)
-
-
-def _given(section: Any) -> Any:
-    """Leaves out required keys that are missing."""
-    if not isinstance(section, dict):
-        return section
-    return {name: _given(value) for name, value in section.items() if not (isinstance(value, str) and value == "???")}
-
-
-def command_words() -> list[str] | None:
-    """The overrides of the command that runs; None without one."""
-    return list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else None
+    return found
 
 
 def read_command(keys: type[T], config: DictConfig) -> T:
@@ -159,3 +146,14 @@ def _absolute(path: Any) -> Any:
         return path
     found = os.path.expanduser(path)
     return os.path.abspath(found) if os.path.exists(found) else path
+
+
+def refer(value: Any, output: str) -> Any:
+    """The value with `${output}` in place of that folder at the beginning of paths."""
+    if isinstance(value, Mapping):
+        return {key: refer(part, output) for key, part in value.items()}
+    if isinstance(value, list):
+        return [refer(part, output) for part in value]
+    if isinstance(value, str) and (value == output or value.startswith(f"{output}/")):
+        return "${output}" + value[len(output) :]
+    return value

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, distributed, nn
 
-from longseq.blocks.precision import KeepsFloat32
 from longseq.blocks.sharding import has_shards, own_part
 
 
@@ -125,14 +123,12 @@ class FullyShardedStrategy(ModelParallelStrategy):
         devices: the number of processes.
         reshard_after_forward: free the gathered weights of a block after its forward pass and gather them again for
             the backward pass; False takes more memory and less time.
-        timeout: how long a process waits for the others; by default torch's.
+        options: of Lightning's strategy, such as `timeout`.
     """
 
-    def __init__(
-        self, devices: int, *, reshard_after_forward: bool = True, timeout: timedelta | float | None = None
-    ) -> None:
-        given: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
-        super().__init__(data_parallel_size=devices, tensor_parallel_size=1, save_distributed_checkpoint=False, **given)
+    def __init__(self, devices: int, *, reshard_after_forward: bool = True, **options: Any) -> None:
+        whole = {"data_parallel_size": devices, "tensor_parallel_size": 1, "save_distributed_checkpoint": False}
+        super().__init__(**whole, **options)  # type: ignore[arg-type]
         self.reshard_after_forward = reshard_after_forward
 
     def setup_environment(self) -> None:
@@ -168,13 +164,8 @@ def shard(backbone: nn.Module, mesh: Any, *, reshard: bool = True) -> None:
         return
     from torch.distributed.fsdp import fully_shard
 
-    blocks: Any = getattr(backbone, "blocks", ())
+    blocks: Any = getattr(backbone, "blocks", ())  # their weights are of one type, see `TrainedModule.setup`
     for block in blocks:
-        if len({parameter.dtype for parameter in block.parameters()}) > 1:
-            # `fully_shard` takes parameters of one type. The float32 parts of a half-precision block are small, and
-            # other parts may use their parameters: they stay whole between passes.
-            for part in [part for part in block.modules() if isinstance(part, KeepsFloat32)]:
-                fully_shard(part, mesh=mesh, reshard_after_forward=False)
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
     fully_shard(backbone, mesh=mesh)
 

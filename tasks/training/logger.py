@@ -9,18 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
 from torch.utils.tensorboard.summary import hparams
 
 from longseq.tasks.training import targets
-from longseq.tasks.training.runs import CONFIG_FILE
-
-_log = logging.getLogger(__name__)
-_FORMAT = "[%(asctime)s][%(name)s][%(levelname)s] - %(message)s"  # as Hydra's
 
 
 class RunLogger(TensorBoardLogger):
@@ -38,25 +33,18 @@ class RunLogger(TensorBoardLogger):
             self.experiment.file_writer.add_summary(summary)
 
     @rank_zero_only
-    def save(self) -> None:
+    def save(self, *_: Any) -> None:
         # Lightning's copy of the hyper-parameters would repeat config.yaml.
         self.experiment.flush()
 
-    @rank_zero_only
-    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        self.save()  # a run that is killed later goes on from this checkpoint
-
-    @rank_zero_only
-    def finalize(self, status: str) -> None:
-        # Lightning calls this after fit and again after test; closing would begin another file each time.
-        self.save()
+    # A killed run goes on from its last checkpoint. Lightning would begin another file after fit, and after test.
+    after_save_checkpoint = finalize = save  # type: ignore[assignment]
 
 
 def build_loggers(logger: Any, first_update: int | None = None) -> list[Logger]:
-    """The loggers of the group `logger`, one or several by name; in a resumed run, after `first_update` updates."""
-    entries = {"logger": logger} if logger and targets.TARGET in logger else logger or {}
+    """The loggers of the group `logger` by name; in a resumed run, after `first_update` updates."""
     loggers = []
-    for name, options in entries.items():
+    for name, options in (logger or {}).items():
         if not options:
             continue
         if first_update is not None and targets.find(options, targets.LOGGERS, name) is RunLogger:
@@ -84,13 +72,6 @@ def log_metrics(loggers: Iterable[Logger], metrics: Mapping[str, float], step: i
         logger.log_metrics(metrics=dict(metrics), step=step)
 
 
-def log_parameters(loggers: Iterable[Logger], parameters: Mapping[str, Any]) -> None:
-    """Give the flat configuration to the loggers as a run begins; TensorBoard gets it at the end, with the results."""
-    for logger in loggers:
-        if not isinstance(logger, RunLogger):
-            logger.log_hyperparams(dict(parameters))
-
-
 def writes_events(loggers: Iterable[Logger]) -> bool:
     """True if a run has events that TensorBoard shows."""
     return any(isinstance(logger, TensorBoardLogger) for logger in loggers)
@@ -106,28 +87,17 @@ def close_loggers(loggers: Iterable[Logger]) -> None:
             logger.experiment.finish()
 
 
-class _RunLogFile(logging.FileHandler):
-    """Keeps records until the run has written its configuration: a wrong command leaves no file."""
-
-    def __init__(self, file: Path) -> None:
-        super().__init__(file, encoding="utf-8", errors="backslashreplace", delay=True)
-        self.setFormatter(logging.Formatter(_FORMAT))
-        self._begun = file.with_name(CONFIG_FILE)
-        self._early: list[logging.LogRecord] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._early.append(record)
-        while self._early and self._begun.is_file():
-            super().emit(self._early.pop(0))
-
-
 @contextmanager
-def logged(file: Path | None) -> Iterator[None]:
-    """Append log records to `file` in a run folder, if given: all of this package, and warnings of others."""
-    if file is None:
+def logged(folder: Path) -> Iterator[None]:
+    """Append log records to `hydra.job.name`.log in a run folder: all of this package, and warnings of others.
+
+    Does nothing without a command, or if Hydra writes a log.
+    """
+    if not HydraConfig.initialized() or HydraConfig.get().job_logging["root"] is not None:
         yield
         return
-    handler = _RunLogFile(file)
+    handler = logging.FileHandler(folder / f"{HydraConfig.get().job.name}.log", encoding="utf-8", delay=True)
+    handler.setFormatter(logging.Formatter("[%(asctime)s][%(name)s][%(levelname)s] - %(message)s"))  # as Hydra's
     root, package = logging.getLogger(), logging.getLogger("longseq")
     level = package.level
     root.addHandler(handler)
@@ -138,12 +108,3 @@ def logged(file: Path | None) -> Iterator[None]:
         package.setLevel(level)
         root.removeHandler(handler)
         handler.close()
-
-
-class RunLog(Callback):
-    """Logs the metrics of each validation of a training, by Python's logging."""
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking and trainer.is_global_zero:
-            shown = ", ".join(f"{name} {float(value):.6g}" for name, value in trainer.callback_metrics.items())
-            _log.info("epoch %d, update %d: %s", trainer.current_epoch + 1, trainer.global_step, shown)

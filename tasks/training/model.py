@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from longseq import mixers
 from longseq.backbones.likeness import find_difference
 from longseq.mixers.pattern import options_by_name
-from longseq.models import PretrainedModel, describe, kind_of
 
 if TYPE_CHECKING:
     from longseq.tasks.training.checkpoint import Loaded
@@ -119,42 +118,6 @@ def mixer_options(config: Mapping[str, Any]) -> dict[str, Any]:
     return filled if len(filled) > 1 else next(iter(filled.values()))
 
 
-def values_in_force(config: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """The configuration with the values of `model` in place of keys that are null."""
-    built = _arguments(model)
-    options = built.get("mixer_options") or {}
-    # A configuration has the options of a mixer in the group of the mixer.
-    own = {name: value for name, value in built.items() if name != "mixer_options" or name in config["model"]}
-    filled = {**config, "model": _fill(config["model"], own)}
-    if "mixer" in config and "mixer" in built:
-        filled["mixer"] = {**config["mixer"], "options": _fill(config["mixer"].get("options") or {}, options)}
-    return filled
-
-
-def reads_mixer(model: nn.Module) -> bool:
-    """True if a model, or the model that it wraps, has a mixer; timm's and linear models have none."""
-    return "mixer" in _arguments(model)
-
-
-def _arguments(model: nn.Module) -> Mapping[str, Any]:
-    """The arguments of a model, or of the model that it wraps."""
-    if not isinstance(model, PretrainedModel):
-        return describe(model)["model_args"] if kind_of(model) is not None else {}
-    wrapped = [value for value in model.arguments.values() if isinstance(value, PretrainedModel)]
-    return wrapped[0].arguments if wrapped else model.arguments
-
-
-def _fill(keys: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys, with `values` in place of None; options by mixer name are filled one by one."""
-    filled = dict(keys)
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            filled[name] = _fill(filled.get(name) or {}, value)
-        elif name in filled and filled[name] is None:
-            filled[name] = value
-    return filled
-
-
 def freeze(model: nn.Module, part: int | str | None) -> None:
     """Exclude a part of a model's parameters from training (`recipe.freeze`).
 
@@ -165,7 +128,7 @@ def freeze(model: nn.Module, part: int | str | None) -> None:
             and the pooling before it, or None.
 
     Raises:
-        ValueError: the model has fewer blocks, or nothing would be left to train.
+        ValueError: nothing would be left to train.
     """
     if part is None:
         return
@@ -175,8 +138,6 @@ def freeze(model: nn.Module, part: int | str | None) -> None:
     layer_of = group_with_matcher(((name, None) for name in names), described.group_matcher(coarse=False), reverse=True)
     blocks = layer_of[_HEAD] - 1
     last = {"embeddings": 0, "body": blocks}[part] if isinstance(part, str) else part
-    if last > blocks:
-        raise ValueError(f"recipe.freeze={part}: the model has {blocks} blocks")
     for name, parameter in model.named_parameters():
         if layer_of[name] <= last:
             parameter.requires_grad_(False)

@@ -76,7 +76,6 @@ class TrainedModule(LightningModule):
         self._saved_schedules: list[Mapping[str, Any]] = []  # constant rates in the checkpoint that is continued
         self._saved_update = 0
         self._mean: UpdateMean | None = None  # for batches that differ in their number of targets
-        self._empty_epochs = 0  # in a row
 
     @property
     def learning_rate(self) -> float | None:
@@ -240,13 +239,6 @@ class TrainedModule(LightningModule):
             trainer: Any = self.trainer
             trainer.reload_dataloaders_every_n_epochs, self._reload_every = self._reload_every, None
 
-    def on_train_epoch_end(self) -> None:
-        is_empty = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready == 0
-        self._empty_epochs = self._empty_epochs + 1 if is_empty else 0
-        if self.trainer.max_epochs == -1 and self._empty_epochs > 1:
-            # Lightning would read an exhausted stream forever. A loader that resumes at its end has one empty epoch.
-            raise ValueError(f"the training loader gives no more batches after update {self.global_step}")
-
     def observe(self, batch: Any, examples: int | None = None) -> Any:
         """The features of the first examples of a batch, for `Telemetry`; None: of all."""
         read: Any = getattr(self.backbone, "forward_features", self.backbone)
@@ -353,7 +345,7 @@ class TrainedModule(LightningModule):
             raise ValueError(f"precision={trainer.precision} loses small updates: take 16-mixed or bf16-mixed")
         if trainer.precision == "64-true":
             self.double()  # before a checkpoint is read; Lightning does it later
-        self._stage, self._known_epoch, self._empty_epochs = stage, None, 0
+        self._stage, self._known_epoch = stage, None
         if self.info is None and isinstance(getattr(data, "info", None), Info):
             self.info = data.info
         # Callbacks get batches in the form of the task. As a method of the class, this hook would make Lightning warn.

@@ -36,7 +36,7 @@ class Training:
         hyperparameters: numbers, strings, lists and dictionaries for the checkpoint.
 
     Raises:
-        ValueError: the schedule counts epochs, or there are two warm-ups.
+        ValueError: there are two warm-ups.
     """
 
     learning_rate: float
@@ -48,11 +48,8 @@ class Training:
     hyperparameters: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        options = getattr(self.schedule, "keywords", {})
-        if options.get("step_on_epochs"):
-            raise ValueError("Training(schedule=...): step_on_epochs must be False, as rates are set after each update")
         warmup = None if self.length is None else self.length.warmup
-        if warmup is not None and warmup.count and options.get("warmup_epochs"):
+        if warmup is not None and warmup.count and getattr(self.schedule, "keywords", {}).get("warmup_epochs"):
             raise ValueError("the schedule and the length both have a warm-up: give one of them")
 
     @classmethod
@@ -75,14 +72,10 @@ def device_count(config: Mapping[str, Any]) -> int:
     """The processes of a run: devices x nodes; `auto` and -1 mean the devices of this machine."""
     trainer = config["trainer"]
     devices = trainer.get("devices", 1)
-    if devices in ("auto", -1, "-1"):
+    if devices in ("auto", -1):
         devices = 1 if trainer.get("accelerator") == "cpu" else max(1, torch.cuda.device_count())
-    elif isinstance(devices, str):
-        # as in Lightning: "2" is a number of devices, "0,2" and "2," are their indices
-        devices = int(devices) if devices.isdigit() else len([part for part in devices.strip("[]").split(",") if part])
-    elif not isinstance(devices, int):
-        devices = len(devices)
-    return int(devices) * int(trainer.get("num_nodes", 1))
+    count = devices if isinstance(devices, int) else len(devices)
+    return count * int(trainer.get("num_nodes", 1))
 
 
 def device_batch_size(config: Mapping[str, Any]) -> int:

@@ -6,10 +6,10 @@ import json
 import logging
 import math
 import os
-import pickle
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from longseq.files import replacing
 from longseq.tasks.data.info import Info
 from longseq.tasks.registry import read_experiment
 from longseq.tasks.training.automatic import as_chosen_before
-from longseq.tasks.training.configuration import command_words, flatten, resolve, with_absolute_root
+from longseq.tasks.training.configuration import flatten, refer, resolve, with_absolute_root
 
 _log = logging.getLogger(__name__)
 
@@ -60,9 +60,6 @@ FREE_KEYS = (
     "plugins",  # a checkpoint names the used ones, a command the declared ones
 )
 
-# Keys that files of `trainer` set for their hardware. A resumed run keeps them unless the command gives them.
-KEPT_KEYS = ("trainer.log_every_n_steps", "trainer.precision")
-
 # Keys of a run's end. A schedule with a constant rate (wsd) does not depend on them before its decay.
 LENGTH_KEYS = (
     "recipe.epochs",
@@ -74,9 +71,6 @@ LENGTH_KEYS = (
     "recipe.schedule.min_lr",
 )
 
-# The folders of this command by requested name; Hydra resolves a name several times.
-_OWN: dict[str, str] = {}
-
 
 def run_folder(fresh: str, *, _root_: DictConfig) -> str:
     """Resolver `${run_folder:FRESH}` of hydra.run.dir: FRESH, or with `resume` the folder of the run to continue.
@@ -85,30 +79,23 @@ def run_folder(fresh: str, *, _root_: DictConfig) -> str:
     """
     resume = OmegaConf.select(_root_, "resume")
     if not resume:
-        return _own(fresh)
+        return own_folder(fresh)
     config: Any = OmegaConf.to_container(OmegaConf.masked_copy(_root_, [str(key) for key in _root_ if key != "hydra"]))
     wanted = read_experiment(resolve(OmegaConf.create({**config, "output": fresh})))
     if resume is True:
-        return str(_newest_run(Path(fresh).parent, wanted) or _own(fresh))
+        return str(_newest_run(Path(fresh).parent, wanted) or own_folder(fresh))
     saved = saved_config(Path(resume)) or {}
-    wanted = as_begun(wanted, saved, OmegaConf.select(_root_, "hydra.overrides.task"))
     changed = {key for key, _, _ in differences(saved, wanted)} if saved else set()
     folder = Path(resume).resolve().parent.parent
     ends_elsewhere = bool(changed & {*LENGTH_KEYS}) and not differences(saved, wanted, named=True)
-    return str(folder) if (folder / CONFIG_FILE).is_file() and not ends_elsewhere else _own(fresh)
+    return str(folder) if (folder / CONFIG_FILE).is_file() and not ends_elsewhere else own_folder(fresh)
 
 
-def _own(fresh: str) -> str:
+@cache  # Hydra resolves a name several times
+def own_folder(fresh: str) -> str:
     """The folder `fresh`, or FRESH_2 and so on if another command has made it in the same second."""
-    if fresh not in _OWN:
-        names = chain([fresh], (f"{fresh}_{number}" for number in count(2)))
-        _OWN[fresh] = next(name for name in names if not Path(name).exists())
-    return _OWN[fresh]
-
-
-def forget_folders() -> None:
-    """Let the next command in this process have its own folders."""
-    _OWN.clear()
+    names = chain([fresh], (f"{fresh}_{number}" for number in count(2)))
+    return next(name for name in names if not Path(name).exists())
 
 
 OmegaConf.register_new_resolver("run_folder", run_folder, replace=True)
@@ -132,8 +119,7 @@ def checkpoint_to_resume(config: Mapping[str, Any]) -> Path | None:
     saved = saved_config(path)
     if saved is None:
         raise ValueError(f"{path} is not a checkpoint of `longseq train`")
-    wanted = as_begun(config, saved, command_words()) if named else config
-    if changed := differences(saved, wanted, named=named):
+    if changed := differences(saved, config, named=named):
         shown = "; ".join(f"{key}: {old!r} there, {new!r} here" for key, old, new in changed[:5])
         raise ValueError(f"{path} was trained with another configuration ({shown})")
     return path
@@ -179,28 +165,18 @@ def finished(folder: Path) -> dict[str, Any] | None:
 
 def _inside_the_run(config: Mapping[str, Any]) -> dict[str, Any]:
     """The flat configuration, with a common name for the run folder in all paths."""
-    folder, flat = str(config["output"]), dict(flatten(with_absolute_root(config)))
-    for key, value in flat.items():
-        if isinstance(value, str) and (value == folder or value.startswith(f"{folder}/")):
-            flat[key] = f"OUTPUT{value.removeprefix(folder)}"
-    return flat
+    return dict(flatten(refer(with_absolute_root(config), str(config["output"]))))
 
 
 def _newest_run(parent: Path, config: Mapping[str, Any]) -> Path | None:
-    """The newest unfinished run with this configuration, preferably one that no process holds; else a finished one."""
+    """The newest unfinished run with this configuration, else the newest finished one."""
     found = []
-    for folder in (path.parent for path in parent.glob(f"*/{CONFIG_FILE}")):
-        checkpoint = newest_checkpoint(folder)
-        if checkpoint is None:
-            continue
-        # Not config.yaml, which also holds the values that the model chose.
-        try:
-            saved = saved_config(checkpoint)
-        except (pickle.UnpicklingError, RuntimeError, EOFError):
-            continue  # damaged, or of another program
-        if saved is not None and "output" in saved and not differences(saved, config):
-            is_open = finished(folder) is None
-            found.append((is_open, is_open and not is_locked(folder), checkpoint.stat().st_mtime, folder))
+    for path in parent.glob(f"*/{CONFIG_FILE}"):
+        checkpoint = newest_checkpoint(path.parent)
+        if checkpoint is not None:
+            saved: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+            if "output" in saved and not differences(saved, config):
+                found.append((finished(path.parent) is None, checkpoint.stat().st_mtime, path.parent))
     return max(found)[-1] if found else None
 
 
@@ -209,36 +185,12 @@ def newest_checkpoint(folder: Path) -> Path | None:
     return path if path.is_file() else None
 
 
-def chosen_in(checkpoint: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration with the values that the run of a checkpoint chose, where `config` leaves them open."""
-    saved = saved_config(checkpoint) or {}
-    return as_begun(as_chosen_before(config, saved), saved, command_words())
-
-
-def as_begun(config: Mapping[str, Any], saved: Mapping[str, Any], words: Sequence[str] | None) -> dict[str, Any]:
-    """The configuration with the values of KEPT_KEYS in `saved`, unless `words` of the command give them.
-
-    Without a command (`words` is None) the configuration stays as it is.
-    """
-    if words is None:
-        return dict(config)
-    given = {word.lstrip("+~").partition("=")[0] for word in words}
-    earlier = {f"trainer.{name}": (name, value) for name, value in saved.get("trainer", {}).items()}
-    kept = dict(earlier[key] for key in KEPT_KEYS if key in earlier and key not in given)
-    return {**config, "trainer": {**config["trainer"], **kept}}
-
-
 def contents_of(checkpoint: Path) -> dict[str, Any]:
     """The content of a checkpoint, read without unpickling code."""
     import torch  # the resolvers of this module, which `--help` needs, do without it
 
     content: dict[str, Any] = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
     return content
-
-
-def updates_of(checkpoint: Path) -> int:
-    """The number of updates after which a checkpoint was written."""
-    return int(contents_of(checkpoint)["global_step"])
 
 
 def saved_config(checkpoint: Path) -> dict[str, Any] | None:
@@ -276,38 +228,15 @@ def _best_score(checkpoint: Path) -> float | None:
 def locked(folder: Path) -> Iterator[None]:
     """Hold the lock of a run folder, which the system releases when the process ends.
 
-    Folders that this makes are removed again if they stay empty. ValueError if another process holds the lock.
+    ValueError if another process holds the lock.
     """
-    made = [place for place in (folder, *folder.parents) if not place.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / LOCK_FILE
     try:
         with FileLock(path, timeout=_PATIENCE):
-            path.write_text(_job(), encoding="utf-8")
             try:
                 yield
             finally:
                 path.unlink(missing_ok=True)
     except Timeout:
         raise ValueError(f"another process is writing to {folder}") from None
-    finally:
-        with suppress(OSError):
-            for place in made:
-                place.rmdir()
-
-
-def is_locked(folder: Path) -> bool:
-    """True if a process of another run writes to a run folder."""
-    path = folder / LOCK_FILE
-    if not path.is_file() or (_job() and path.read_text(encoding="utf-8") == _job()):
-        return False
-    try:
-        with FileLock(path, timeout=0):
-            return False
-    except Timeout:
-        return True
-
-
-def _job() -> str:
-    """The address at which the processes of a run connect; empty for a single process."""
-    return f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}".strip(":")

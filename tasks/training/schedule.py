@@ -161,15 +161,6 @@ class RunLength:
         return spans[0] if spans else None
 
 
-def fit_updates(minutes: float, update: float, validation: float, length: RunLength, epoch: Epoch) -> int:
-    """The updates that take `minutes` with a validation after each interval of `length` and at the end; at least 1.
-
-    `update` and `validation` are the seconds of each.
-    """
-    interval = epoch.updates if length.validation is None else length.validation.in_updates(epoch)
-    return max(1, int((60 * minutes - validation) / (update + validation / interval)))
-
-
 def set_length(trainer: Any, length: RunLength, epoch: Epoch) -> int:
     """Set the epochs and the validation interval of the Trainer; returns the last update of the run.
 
@@ -194,10 +185,7 @@ def count_updates(trainer: Any, recipe: Training, epoch: Epoch) -> int:
     if recipe.length is not None:
         return recipe.length.count_updates(epoch)
     epochs = -1 if trainer.max_epochs is None else trainer.max_epochs
-    counts: list[int] = [count for count in (epochs * epoch.updates, trainer.max_steps) if count >= 0]
-    if not counts:
-        raise ValueError("a schedule needs an end: give max_epochs, max_steps or RunLength")
-    return min(counts)
+    return min(count for count in (epochs * epoch.updates, trainer.max_steps) if count >= 0)
 
 
 def epoch_of_loader(trainer: Any, recipe: Training | None) -> Epoch:
@@ -260,7 +248,8 @@ def build_schedule(recipe: Training, optimizer: Optimizer, epoch: Epoch, total: 
         left = lengths["num_epochs"] - lengths.get("warmup_epochs", 0)
         lengths["num_epochs"] = max(left, 1 / lengths["updates_per_epoch"])
     # timm's default is a step after each epoch.
-    scheduler, _ = recipe.schedule(optimizer, **lengths, **({"step_on_epochs": False} if of_timm else {}))
+    unsaid = of_timm and "step_on_epochs" not in options
+    scheduler, _ = recipe.schedule(optimizer, **lengths, **({"step_on_epochs": False} if unsaid else {}))
     if isinstance(scheduler, Scheduler) and scheduler.t_in_epochs:
         raise ValueError(f"{type(scheduler).__name__} counts epochs, and rates are set after each update")
     if scheduler is None or isinstance(scheduler, LRScheduler):

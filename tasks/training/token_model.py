@@ -95,8 +95,9 @@ class PluginMixers:
         if packed in self.checked or (packing is None and mask is None):
             return
         self.checked.add(packed)
-        layers = {_registered_class(part): part for part in model.modules() if isinstance(part, Mixer)}
-        for kind, layer in layers.items():
+        for layer in {type(part): part for part in model.modules() if isinstance(part, Mixer)}.values():
+            # The registered class: sharding derives another one from it.
+            kind = next((kind for kind in type(layer).__mro__ if issubclass(kind, Mixer) and name_of(kind)), None)
             if kind is None or kind.__module__.partition(".")[0] == "longseq":
                 continue
             # A new layer in float32: the model's weights may be shards, and half precision depends on a row's length.
@@ -104,8 +105,3 @@ class PluginMixers:
                 own = kind(**layer.arguments).to(device, torch.float32)
             with torch.autocast(device.type, enabled=False):
                 check_sequences_apart(own, packed=packed)
-
-
-def _registered_class(mixer: Mixer[Any]) -> type[Mixer[Any]] | None:
-    """The class of a mixer in the registry; sharding derives another class from it."""
-    return next((kind for kind in type(mixer).__mro__ if issubclass(kind, Mixer) and name_of(kind)), None)

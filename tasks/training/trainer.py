@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from contextlib import redirect_stderr
 from dataclasses import replace
 from datetime import timedelta
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +26,13 @@ from longseq.tasks.training.callbacks.throughput import RunClock
 from longseq.tasks.training.callbacks.weights import ExponentialMovingAverage
 from longseq.tasks.training.configuration import Config, resolve
 from longseq.tasks.training.distributed import FullyShardedStrategy
-from longseq.tasks.training.logger import RunLog, build_loggers
+from longseq.tasks.training.logger import build_loggers
 from longseq.tasks.training.module import TrainedModule
 from longseq.tasks.training.recipe import device_count, effective_learning_rate
-from longseq.tasks.training.schedule import RunLength, count_epoch, epoch_of_loader, fit_updates
+from longseq.tasks.training.schedule import RunLength, count_epoch, epoch_of_loader
 from longseq.tasks.training.system import WholeCheckpoints, write_text
 
-# The files of the learning-rate curve in the run folder.
-TABLE, PICTURE = "learning_rates.csv", "learning_rates.png"
+TABLE = "learning_rates.csv"  # the learning-rate curve, in the run folder
 
 # The trial of `plan_updates` times its updates for at most so many seconds, and would end after so many updates.
 _ENOUGH, _TRIAL = 10.0, 1_000_000
@@ -46,7 +44,7 @@ def build_callbacks(config: DictConfig | Config, module: TrainedModule) -> list[
     A callback that monitors a metric gets its direction from the metric of `module`, which must have it (ValueError).
     """
     config = resolve(config)
-    callbacks: list[Callback] = [StopTogether(), RunClock(), RunLog(), KernelPreparation()]
+    callbacks: list[Callback] = [StopTogether(), RunClock(), KernelPreparation()]
     if config["recipe"].get("ema") and module.has_gradients:
         callbacks.append(ExponentialMovingAverage(**config["recipe"]["ema"]))
     for name, options in config["callbacks"].items():
@@ -66,13 +64,11 @@ def build_trainer(
     config: DictConfig | Config,
     callbacks: list[Callback] | None = None,
     *,
-    profile: str = "profile",
     first_update: int | None = None,
 ) -> Trainer:
     """The Trainer of `config.trainer` with the configured loggers; it writes below the folder `config.output`.
 
-    `profile` ends the name of a profiler's report if `trainer.profiler` has no `filename`. In a resumed run, loggers
-    continue after `first_update` updates.
+    In a resumed run, loggers continue after `first_update` updates.
     """
     config = resolve(config)
     # A validation before training only costs time.
@@ -96,7 +92,7 @@ def build_trainer(
     )
     profiler: Any = trainer.profiler  # type: ignore[attr-defined]
     if options.get("profiler") is not None and profiler.filename is None:
-        profiler.filename = profile  # otherwise the report goes to Lightning's log, which a run does not show
+        profiler.filename = "profile"  # otherwise the report goes to Lightning's log, which a run does not show
     return trainer
 
 
@@ -169,7 +165,9 @@ def plan_updates(config: Mapping[str, Any], module: TrainedModule, datamodule: T
         epoch = count_epoch(trainer, datamodule) or epoch_of_loader(trainer, module.recipe)
         if watch.validation < _ENOUGH:  # the first one loads libraries
             trainer.validate(module, datamodule=datamodule, verbose=False)
-    return fit_updates(minutes, watch.update, watch.validation, length, epoch), watch
+    interval = epoch.updates if length.validation is None else length.validation.in_updates(epoch)
+    updates = (60 * minutes - watch.validation) / (watch.update + watch.validation / interval)
+    return max(1, int(updates)), watch
 
 
 def find_learning_rate(
@@ -179,7 +177,7 @@ def find_learning_rate(
 
     The rate rises from update to update (Smith 2015, arXiv:1506.01186); the result is the rate at which the smoothed
     loss falls most steeply. The search trains `module`, which the run must not use afterwards. The folder receives the
-    curve: learning_rates.csv, and learning_rates.png if matplotlib is installed. ValueError if the loss never falls.
+    curve in learning_rates.csv. ValueError if the loss never falls.
 
     Returns:
         The suggested rate of an update, and the value of `recipe.learning_rate` that gives it.
@@ -194,12 +192,6 @@ def find_learning_rate(
     rates, losses = curve.results["lr"], curve.results["loss"]
     lines = [f"{rate:.6g},{loss:.6g}" for rate, loss in zip(rates, losses, strict=False)]
     write_text(folder / TABLE, "\n".join(["learning_rate,loss", *lines]) + "\n")
-    if find_spec("matplotlib") is not None:
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(6, 4), dpi=150, layout="constrained")
-        curve.plot(suggest=True, ax=figure.add_subplot())
-        figure.savefig(folder / PICTURE)
     found = curve.suggestion()
     if found is None:
         raise ValueError("recipe.learning_rate=find: the loss falls at no rate; give a number")

@@ -10,11 +10,10 @@ from typing import Any
 from hydra import compose, initialize_config_module
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from longseq.tasks import registry
 from longseq.tasks.config import UNITS
-from longseq.tasks.training import runs
 from longseq.tasks.training.automatic import MINUTES
 
 # The option of the groups `mixer`, `scale` and `model` that describes the model of `init`.
@@ -61,7 +60,7 @@ def _words_of_init(words: Sequence[str], config: DictConfig) -> list[str]:
     from longseq.hub import find_source  # torch, which other commands need not wait for
     from longseq.models import read
 
-    task, source = registry.of(config).model, _find_source(config)
+    task, source = registry.of(config).model, config.init
     if source is None or task.is_weights(source):
         return []
     saved = read(find_source(source), label=f"init={source}")
@@ -83,17 +82,3 @@ def _words_of_init(words: Sequence[str], config: DictConfig) -> list[str]:
     if (saved.text or {}).get("tokenizer") and "tokenizer" in config.data and "data.tokenizer" not in chosen:
         found.append("data.tokenizer=null")
     return found
-
-
-def _find_source(config: DictConfig) -> str | None:
-    """The file of `config.init`, or the checkpoint of the run to resume, which needs the file no longer."""
-    init, resume = config.init, config.resume
-    if init is None or isinstance(resume, str):
-        return resume if init else None
-    if not resume or Path(init).exists() or init.startswith("hf-hub:"):
-        return str(init)
-    output = str(OmegaConf.to_container(config)["output"])  # type: ignore[call-overload,index]
-    folders = Path("outputs", config.task.name).glob("*") if "$" in output else [Path(output)]
-    found = [path for folder in folders if (path := runs.newest_checkpoint(folder)) is not None]
-    begun = [path for path in found if (runs.saved_config(path) or {}).get("init") == init]
-    return str(max(begun, key=lambda path: path.stat().st_mtime, default=init))

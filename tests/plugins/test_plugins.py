@@ -22,7 +22,7 @@ from lightning.pytorch.strategies.launchers import subprocess_script
 
 import longseq
 from longseq import plugins, timm_script
-from longseq.tasks import comparison_runs
+from longseq.tasks import compare
 from longseq.tasks.training import checkpoint as checkpoints
 from longseq.tools import cli
 
@@ -80,7 +80,7 @@ def run_commands(site: Path) -> int:
     sys.path.insert(0, str(site))
     importlib.invalidate_caches()
     subprocess_script.subprocess = subprocess
-    start_others_as_forks(pytest.MonkeyPatch(), comparison_runs)
+    start_others_as_forks(pytest.MonkeyPatch(), compare)
     multiprocessing.set_start_method("spawn", force=True)  # workers know of the plug-in what they import themselves
     for line in sys.stdin:
         sys.argv = [str(SCRIPT), *shlex.split(line)]  # what further processes run

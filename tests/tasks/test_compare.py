@@ -19,7 +19,7 @@ from forked import start_others_as_forks
 from hydra import compose, initialize_config_module
 from tiny_probe import TINY
 
-from longseq.tasks import compare, comparison, comparison_runs, registry
+from longseq.tasks import compare, comparison, registry
 from longseq.tasks.costs import count_without_embedding, match_parameters
 from longseq.tasks.training.configuration import resolve
 from longseq.tools import cli
@@ -41,7 +41,7 @@ def results_of(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_mixers_are_compared(tmp_path, monkeypatch, capsys):
-    start_others_as_forks(monkeypatch, comparison_runs)
+    start_others_as_forks(monkeypatch, compare)
     sweep = ("recipe.epochs=1", "mixers=[linear_attention,'attention model.positions=learned']", "jobs=2")
     script = Path(sys.executable).with_name("longseq")
     assert comparing(monkeypatch, tmp_path, script, *sweep) == 0

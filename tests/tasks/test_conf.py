@@ -113,7 +113,7 @@ def test_every_option_composes_and_binds(group, option, compose_config, tmp_path
         assert all(isinstance(built, Logger) for built in logger.build_loggers(config.get("logger")))
     callbacks = build_callbacks(config, Measured())
     wanted = [options for options in config["callbacks"].values() if options is not None]
-    assert len(callbacks) == len(wanted) + bool(config["recipe"]["ema"]) + 4
+    assert len(callbacks) == len(wanted) + bool(config["recipe"]["ema"]) + 3
     if group in ("mixer", "model", "scale"):
         assert_model_builds(config)
 

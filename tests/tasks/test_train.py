@@ -75,7 +75,7 @@ def test_a_run_that_ends_before_its_model_is_written_is_finished_by_resume(
         def end(*_):  # as SIGTERM does it there
             raise KeyboardInterrupt
 
-        patch.setattr(train, "_save_model", end)
+        patch.setattr(train, "save_pretrained", end)
         assert command_here(tmp_path, *words).returncode != 0
     resumed = command_here(tmp_path, *words, "resume=true")
     assert resumed.returncode == 0, resumed.stderr
@@ -119,7 +119,7 @@ def test_a_killed_run_resumes_to_the_weights_of_an_uninterrupted_one(
     assert (run / "run.lock").exists()
     saved = read(run / "checkpoints" / "last.ckpt")
     assert 0 < saved["global_step"] < 60
-    saved["seconds"] += 1000  # as if its first leg had taken so long
+    saved["callbacks"]["RunClock"]["time_elapsed"]["train"] += 1000  # as if its first leg had taken so long
     torch.save(saved, run / "checkpoints" / "last.ckpt")
 
     resumed = command_here(tmp_path, "train", *tiny_overrides, *INTERRUPTIBLE, "resume=true")

@@ -48,7 +48,7 @@ def test_an_answer_about_the_command_imports_no_large_library(argument):
         ("train mixer=longhron", "mixer=longhron is unknown: did you mean longhorn?"),
         ("train recipe.epoch=5", "recipe.epoch is unknown: did you mean recipe.epochs?"),
         ("train recipe.epochs=0", "recipe.epochs=0: input should be greater than or equal to 1"),
-        ("predict", "checkpoint is missing: give checkpoint=..."),
+        ("predict", "Missing mandatory value: checkpoint"),
         ("predict checkpoint=x.ckpt input=y", "x.ckpt"),
     ],
 )

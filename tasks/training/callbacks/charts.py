@@ -2,16 +2,17 @@
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
-from PIL import Image, ImageDraw
+from PIL import ImageDraw
 from torch import Tensor, nn
-from torchvision.transforms.functional import pil_to_tensor
+from torchmetrics.utilities.plot import plot_confusion_matrix
 
 from longseq.blocks.sharding import has_shards
 from longseq.kernels.operation import prepare_kernels
@@ -132,8 +133,8 @@ def _name_mixers(model: nn.Module) -> dict[str, Mixer]:
 class ConfusionMatrix(Callback):
     """Adds `val/confusion_matrix` (of the best checkpoint) and `test/confusion_matrix` to TensorBoard.
 
-    Rows are true classes, columns predicted ones. Nothing is drawn for more than `max_classes` classes, or for several
-    labels per sample.
+    Rows are true classes, columns predicted ones. Nothing is drawn for more than `max_classes` classes, for several
+    labels per sample, or without matplotlib.
     """
 
     def __init__(self, max_classes: int = 100) -> None:
@@ -141,49 +142,24 @@ class ConfusionMatrix(Callback):
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         board = find_board(trainer)
-        if board is None or not trainer.is_global_zero:
+        if board is None or not trainer.is_global_zero or find_spec("matplotlib") is None:
             return
-        info: Any = trainer.datamodule.info  # type: ignore[attr-defined]
+        from matplotlib.figure import Figure
+
+        names: Any = trainer.datamodule.info.class_names  # type: ignore[attr-defined]
         of_splits = {"val": getattr(pl_module, "val_confusion_matrix", None), "test": pl_module.confusion_matrix}
         for split, counts in of_splits.items():
             if isinstance(counts, Tensor) and counts.ndim == 2 and len(counts) <= self.max_classes:
-                picture = draw_confusion_matrix(counts, info.class_names)
-                board.experiment.add_image(f"{split}/confusion_matrix", picture, trainer.global_step)
+                side = min(18, 3 + 0.4 * len(counts))  # inches
+                figure = Figure(figsize=(side, side), layout="tight")
+                axes, few = figure.add_subplot(), len(counts) <= 20
+                plot_confusion_matrix(counts, axes, add_text=few, labels=list(names), cmap="Blues")
+                board.experiment.add_figure(f"{split}/confusion_matrix", figure, trainer.global_step)
 
 
 def find_board(trainer: Trainer) -> TensorBoardLogger | None:
     """The logger that accepts pictures; None if the run has only other loggers."""
     return next((logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)), None)
-
-
-def draw_confusion_matrix(counts: Tensor, class_names: Sequence[str]) -> Tensor:
-    """Counts [true, predicted] as a picture, uint8 [3, H, W], each row shaded by its share of the true class."""
-    size = len(class_names)
-    cell = max(6, min(48, 960 // size))
-    labelled = cell >= 10
-    margin = 110 if labelled else 24
-    canvas = Image.new("RGB", (margin + size * cell + 8, margin + size * cell + 8), "white")
-    draw = ImageDraw.Draw(canvas)
-    shares = counts.double() / counts.sum(dim=1, keepdim=True).clamp(min=1)
-    for row in range(size):
-        for column in range(size):
-            share = float(shares[row, column])
-            left, top = margin + column * cell, margin + row * cell
-            shade = (int(255 - 215 * share), int(255 - 150 * share), 255 - int(75 * share))
-            draw.rectangle((left, top, left + cell - 1, top + cell - 1), fill=shade)
-            if cell >= 28 and counts[row, column] > 0:
-                ink = "white" if share > 0.5 else "black"
-                text = str(int(counts[row, column]))
-                draw.text((left + cell / 2, top + cell / 2), text, fill=ink, anchor="mm")
-    if labelled:
-        for i, name in enumerate(class_names):
-            text, centre = fit_text(draw, name, margin - 8), margin + (i + 0.5) * cell
-            draw.text((margin - 4, centre), text, fill="black", anchor="rm")
-            strip = Image.new("RGB", (int(draw.textlength(text)) + 1, 12), "white")
-            ImageDraw.Draw(strip).text((0, 6), text, fill="black", anchor="lm")
-            canvas.paste(strip.rotate(90, expand=True), (int(centre - 6), margin - 4 - strip.width))
-    draw.text((4, 4), "row: true\ncolumn: predicted", fill="gray")
-    return pil_to_tensor(canvas)
 
 
 def fit_text(draw: ImageDraw.ImageDraw, text: str, width: float) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import logging
 import sys
 import time
 from datetime import timedelta
@@ -17,6 +17,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from longseq.tasks.data.loader import count_units
 from longseq.tasks.training.callbacks.throughput import Throughput
 from longseq.tasks.training.system import peak_memory, write_text
+
+_log = logging.getLogger(__name__)
 
 
 class TrainingProgress(RichProgressBar):
@@ -69,86 +71,49 @@ class TrainingProgress(RichProgressBar):
     ) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         self._units += count_units(batch) * trainer.world_size
-        if self._is_line_due() and not trainer.is_last_batch:
-            place = [f"epoch {_epoch(trainer)}", _update(trainer, pl_module)]
-            facts = [*_spell(trainer, "train/loss"), self._rate(), self._time_left(trainer, pl_module)]
-            self._print(trainer, *place, *facts)
-
-    def on_validation_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        super().on_validation_batch_end(trainer, *args, **kwargs)
-        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
-            self._print_evaluation(trainer, "validating", args[3], trainer.num_val_batches[0])
-
-    def on_test_batch_end(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
-        super().on_test_batch_end(trainer, *args, **kwargs)
-        self._print_evaluation(trainer, "testing", args[3], trainer.num_test_batches[0])
+        due = self.is_disabled and time.monotonic() - self._printed_at >= self.line_seconds
+        if due and not trainer.is_last_batch:
+            self._print_line(trainer, pl_module)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_validation_end(trainer, pl_module)
         self._has_validated = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
         if self._has_validated and not trainer.is_last_batch:
-            self._print_metrics(trainer, pl_module, _update(trainer, pl_module))
+            self._print_line(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_epoch_end(trainer, pl_module)
-        self._print_metrics(trainer, pl_module, f"epoch {_epoch(trainer)}")
+        self._print_line(trainer, pl_module)
 
-    def _print_metrics(self, trainer: Trainer, module: LightningModule, place: str) -> None:
-        facts = [f"last {value}" for value in _spell(trainer, "train/loss")]
-        if self._has_validated:
-            facts += _spell(trainer, "val/loss", self.metric)
-        facts.append(self._rate())
+    def _print_line(self, trainer: Trainer, module: LightningModule) -> None:
+        now, last = time.monotonic(), getattr(module, "last_update", None)
+        done, seconds = trainer.global_step - self._updates_before, now - self._epoch_began
+        most = trainer.max_epochs if trainer.max_epochs and trainer.max_epochs > 0 else "∞"
+        end = "" if last is None else f"/{last}"
+        facts = [f"epoch {trainer.current_epoch + 1}/{most}", f"update {trainer.global_step}{end}"]
+        names = ["train/loss", *(["val/loss", self.metric] if self._has_validated else [])]
+        facts += [f"{name} {value:.4f}" for name, value in _read(trainer, *names).items()]
+        if seconds > 0:
+            facts.append(f"{self._units / seconds:.0f} {self.unit}/s")
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         rate = next((one.evaluation_rate for one in callbacks if isinstance(one, Throughput)), None)
         if self._has_validated and rate is not None:
             facts.append(f"val {rate:.0f} {self.unit}/s")
         if (memory := peak_memory(module.device)) is not None:
             facts.append(f"{memory / 2**30:.2f} GiB")
-        self._has_validated = False
-        self._print(trainer, place, *facts, self._time_left(trainer, module))
-
-    def _print_evaluation(self, trainer: Trainer, stage: str, batch_idx: int, batches: float) -> None:
-        if self._is_line_due():
-            self._print(trainer, f"{stage}: batch {batch_idx + 1}" + ("" if math.isinf(batches) else f" of {batches}"))
-
-    def _is_line_due(self) -> bool:
-        return self.is_disabled and time.monotonic() - self._printed_at >= self.line_seconds
-
-    def _print(self, trainer: Trainer, *facts: str) -> None:
-        self._printed_at = time.monotonic()
+        if last is not None and done > 0 and trainer.global_step < last:
+            left = (now - self._began) / done * (last - trainer.global_step)  # at the mean pace since the start
+            facts.append(f"{timedelta(seconds=round(left))} left")
+        self._has_validated, self._printed_at = False, now
         if trainer.is_global_zero:
-            print("  ".join(filter(None, facts)), file=sys.stderr, flush=True)
-
-    def _rate(self) -> str:
-        seconds = time.monotonic() - self._epoch_began
-        return f"{self._units / seconds:.0f} {self.unit}/s" if seconds > 0 else ""
-
-    def _time_left(self, trainer: Trainer, module: LightningModule) -> str:
-        """The time left at the mean pace since the start; empty at the end and without a known end."""
-        last, done = getattr(module, "last_update", None), trainer.global_step - self._updates_before
-        if last is None or done <= 0 or trainer.global_step >= last:
-            return ""
-        seconds = (time.monotonic() - self._began) / done * (last - trainer.global_step)
-        return f"{timedelta(seconds=round(seconds))} left"
+            line = "  ".join(facts)
+            print(line, file=sys.stderr, flush=True)
+            _log.info(line)
 
 
 def _read(trainer: Trainer, *names: str) -> dict[str, float]:
     metrics = trainer.callback_metrics
     return {name: float(metrics[name]) for name in names if name in metrics}
-
-
-def _spell(trainer: Trainer, *names: str) -> list[str]:
-    return [f"{name} {value:.4f}" for name, value in _read(trainer, *names).items()]
-
-
-def _epoch(trainer: Trainer) -> str:
-    total = trainer.max_epochs if trainer.max_epochs and trainer.max_epochs > 0 else "∞"
-    return f"{trainer.current_epoch + 1}/{total}"
-
-
-def _update(trainer: Trainer, module: LightningModule) -> str:
-    end = getattr(module, "last_update", None)
-    return f"update {trainer.global_step}" + ("" if end is None else f"/{end}")
 
 
 class UnreadableSamples(Callback):
@@ -161,24 +126,14 @@ class UnreadableSamples(Callback):
         self.max_paths, self.unit = max_paths, unit
         self.path = None if folder is None else Path(folder) / "unreadable.txt"
 
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._write(trainer)
-
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        paths = self._write(trainer)
-        if paths and trainer.is_global_zero:
-            shown = [*paths[: self.max_paths], *["..."] * (len(paths) > self.max_paths)]
-            print(f"skipped unreadable {self.unit}: {len(paths)} ({', '.join(shown)})", flush=True)
-
-    def _write(self, trainer: Trainer) -> list[str]:
-        """Write the paths of all processes, and those from before an interruption."""
         datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
         parts = [list(datamodule.unreadable)] * trainer.world_size
         if trainer.world_size > 1:
             torch.distributed.all_gather_object(parts, parts[0])
-        found = {path for part in parts for path in part}
-        if self.path is not None and self.path.is_file():
-            found.update(self.path.read_text(encoding="utf-8").splitlines())
-        if found and self.path is not None and trainer.is_global_zero:
-            write_text(self.path, "".join(f"{path}\n" for path in sorted(found)))
-        return sorted(found)
+        found = sorted({path for part in parts for path in part})
+        if found and trainer.is_global_zero:
+            shown = [*found[: self.max_paths], *["..."] * (len(found) > self.max_paths)]
+            print(f"skipped unreadable {self.unit}: {len(found)} ({', '.join(shown)})", flush=True)
+            if self.path is not None:
+                write_text(self.path, "".join(f"{path}\n" for path in found))

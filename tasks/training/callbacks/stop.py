@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -44,8 +43,7 @@ def stoppable(trainer: Trainer) -> Iterator[None]:
     taken: dict[signal.Signals, Any] = dict.fromkeys((signal.SIGTERM, signal.SIGHUP), signal.SIG_DFL)
     if trainer.world_size > 1:
         taken[signal.SIGINT] = signal.default_int_handler
-    main = threading.current_thread() is threading.main_thread()
-    taken = {number: usual for number, usual in taken.items() if main and signal.getsignal(number) == usual}
+    taken = {number: usual for number, usual in taken.items() if signal.getsignal(number) == usual}
     for number in taken:
         signal.signal(number, stop)
     try:
@@ -122,7 +120,7 @@ class StopTogether(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Replace Lightning's signal handlers, which it restores after the stage."""
-        if trainer.world_size > 1 and threading.current_thread() is threading.main_thread():
+        if trainer.world_size > 1:
             signal.signal(signal.SIGTERM, self._record)
             if signal.getsignal(signal.SIGUSR1) != signal.SIG_DFL:  # of a SLURM job
                 signal.signal(signal.SIGUSR1, self._record)

@@ -3,78 +3,25 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, fields
+from collections import Counter
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.profilers import PassThroughProfiler, Profiler
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.profilers import PassThroughProfiler
 
 from longseq.tasks.data.loader import count_tokens, count_units
 from longseq.tasks.training.distributed import updated
 from longseq.tasks.training.logger import log_metrics
 from longseq.tasks.training.system import peak_memory
 
-_KEY = "throughput"
-_SECONDS = "seconds"
 
-
-class RunClock(Callback):
-    """Counts the seconds of a run, from the start of its training to the end of its test, including before a resume."""
-
-    def __init__(self) -> None:
-        self._before = 0.0
-        self._started: float | None = None
-
-    @property
-    def seconds(self) -> float:
-        return self._before + (0.0 if self._started is None else time.monotonic() - self._started)
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage == TrainerFn.FITTING:
-            self._started = time.monotonic()
-
-    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._before, self._started = self.seconds, None
-
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        checkpoint[_SECONDS] = self.seconds
-
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        # Lightning also calls this before the test, for the best checkpoint.
-        if trainer.state.fn == TrainerFn.FITTING:
-            self._before = checkpoint.get(_SECONDS, 0.0)
-
-
-@dataclass
-class _Window:
-    """Sums over consecutive batches."""
-
-    batches: int = 0
-    units: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    waited: float = 0.0
-
-    def merge(self, other: _Window) -> None:
-        for field in fields(self):
-            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
-
-    @property
-    def rate(self) -> float | None:
-        return self.units / self.seconds if self.seconds > 0 else None
-
-    @property
-    def token_rate(self) -> float | None:
-        """None for batches without documents."""
-        return self.tokens / self.seconds if self.tokens and self.seconds > 0 else None
-
-    @property
-    def data_wait_ms(self) -> float | None:
-        return 1000 * self.waited / self.batches if self.batches else None
+class RunClock(Timer):
+    """Lightning's Timer under a name of its own, so that a run may have another one."""
 
 
 class Throughput(Callback):
@@ -83,7 +30,7 @@ class Throughput(Callback):
     Each value is over a window of `log_every_n_steps` updates, and covers loading and training, not validation and
     checkpoints. `data_wait_ms` is how long the device was idle because the next batch was missing. For documents,
     windows also log `throughput/tokens_per_second`. `unit` is the unit of `longseq.tasks.data.loader.count_units`.
-    `mean` is over the whole run, including before a resume, without the first window, in which workers and kernels
+    `run` sums up the whole run, including before a resume, without the first window, in which workers and kernels
     start.
 
     After a validation it logs `throughput/val_UNIT_per_second` and `throughput/memory_gib` (see `peak_memory`), after
@@ -91,28 +38,32 @@ class Throughput(Callback):
 
     If the module counts operations (`TrainedModule.count_flops`) and the device's peak is known, windows also log
     `throughput/mfu`: the model's operations per second, divided by the peak of the devices in the precision of the run.
+
+    A run with a profiler (`trainer.profiler`) is not measured.
     """
 
     def __init__(self, unit: str = "images") -> None:
         self.unit = unit
-        self.mean = _Window()
+        # Sums over batches: batches, units, tokens, seconds, and the seconds in which the device waited.
+        self.run: Any = Counter()
+        self._window: Any = Counter()
+        self._evaluated: Any = Counter()
+        self._is_first = self._measures = True
         self.evaluation_rate: float | None = None
         self._clock = _FetchClock()
-        self._window = _Window()
-        self._evaluated = _Window()
-        self._is_first = True
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         # Lightning reports the loading of a batch to profilers, but not to callbacks.
-        self._clock.wrap(trainer)
+        owner: Any = trainer
+        self._measures = isinstance(owner.profiler, PassThroughProfiler)
+        if self._measures:
+            owner.profiler = self._clock
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        checkpoint[_KEY] = asdict(self.mean)
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.run)
 
-    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        # Lightning also calls this before the test, for the best checkpoint.
-        if trainer.state.fn == TrainerFn.FITTING and _KEY in checkpoint:
-            self.mean = _Window(**checkpoint[_KEY])
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.run = Counter(state_dict)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._clock.device = pl_module.device
@@ -120,40 +71,46 @@ class Throughput(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        if not self._measures:
+            return
         self._clock.end_batch()
         window = self._window
-        window.merge(_Window(1, count_units(batch), count_tokens(batch)))
+        window.update(batches=1, units=count_units(batch), tokens=count_tokens(batch))
         if not updated(trainer, batch_idx) or trainer.global_step % trainer.log_every_n_steps:  # type: ignore[attr-defined]
             return
         if pl_module.device.type == "cuda":
             torch.cuda.synchronize(pl_module.device)
-        window.seconds, window.waited = self._clock.take()
+        window["seconds"], window["waited"] = self._clock.take()
         if trainer.world_size > 1:
             # as whole numbers: float32 would round many tokens
-            sizes = torch.tensor([window.units, window.tokens], device=pl_module.device)
-            window.units, window.tokens = trainer.strategy.reduce(sizes, reduce_op="sum").tolist()
-        measured = {
-            "tokens_per_second": window.token_rate,
-            f"{self.unit}_per_second": window.rate or 0.0,  # last, since units may be tokens
-            "data_wait_ms": window.data_wait_ms or 0.0,
-            "mfu": self._utilisation(trainer, pl_module, batch) if trainer.loggers else None,
-        }
-        found = {f"throughput/{name}": value for name, value in measured.items() if value is not None}
+            sizes = torch.tensor([window["units"], window["tokens"]], device=pl_module.device)
+            window["units"], window["tokens"] = trainer.strategy.reduce(sizes, reduce_op="sum").tolist()
+        measured = self.rates(window)
+        if trainer.loggers and (utilisation := self._utilisation(trainer, pl_module, batch)) is not None:
+            measured["mfu"] = utilisation
+        found = {f"throughput/{name}": value for name, value in measured.items()}
         log_metrics(trainer.loggers, found, trainer.global_step - 1)
         if not self._is_first:
-            self.mean.merge(window)
-        self._is_first, self._window = False, _Window()
+            self.run.update(window)
+        self._is_first, self._window = False, Counter()
+
+    def rates(self, window: Mapping[str, float]) -> dict[str, float]:
+        """Units and, of documents, tokens per second, and the wait for data in milliseconds per batch."""
+        if not window["seconds"]:
+            return {}
+        tokens = {"tokens_per_second": window["tokens"] / window["seconds"]} if window["tokens"] else {}
+        rate = {f"{self.unit}_per_second": window["units"] / window["seconds"]}  # last, since units may be tokens
+        return {**tokens, **rate, "data_wait_ms": 1000 * window["waited"] / window["batches"]}
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._evaluated = _Window()
+        self._evaluated = Counter()
 
     on_test_epoch_start = on_validation_epoch_start
 
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *args: Any, **kwargs: Any
     ) -> None:
-        self._evaluated.units += count_units(batch)
-        self._evaluated.seconds += time.perf_counter() - self._clock.fetch_started
+        self._evaluated.update(units=count_units(batch), seconds=time.perf_counter() - self._clock.fetch_started)
 
     on_test_batch_end = on_validation_batch_end
 
@@ -165,23 +122,25 @@ class Throughput(Callback):
 
     def _log_evaluation(self, trainer: Trainer, module: LightningModule, stage: str, step: int) -> None:
         window = self._evaluated
+        if not self._measures:
+            return
         if module.device.type == "cuda":
             started = time.perf_counter()
             torch.cuda.synchronize(module.device)
-            window.seconds += time.perf_counter() - started
+            window["seconds"] += time.perf_counter() - started
         if trainer.world_size > 1:
-            units = torch.tensor(window.units, device=module.device)
-            window.units = int(trainer.strategy.reduce(units, reduce_op="sum"))
-        self.evaluation_rate = window.rate
-        if window.rate is not None:
-            measured = {f"throughput/{stage}_{self.unit}_per_second": window.rate}
+            units = torch.tensor(window["units"], device=module.device)
+            window["units"] = int(trainer.strategy.reduce(units, reduce_op="sum"))
+        self.evaluation_rate = window["units"] / window["seconds"] if window["seconds"] else None
+        if self.evaluation_rate is not None:
+            measured = {f"throughput/{stage}_{self.unit}_per_second": self.evaluation_rate}
             if stage == "val" and (memory := peak_memory(module.device)) is not None:
                 measured["throughput/memory_gib"] = memory / 2**30
             log_metrics(trainer.loggers, measured, step)
 
     def _utilisation(self, trainer: Trainer, module: Any, batch: Any) -> float | None:
         peak = peak_flops(module.device, str(trainer.precision), torch.get_float32_matmul_precision())
-        rate, units = self._window.rate, count_units(batch)
+        rate, units = self.rates(self._window).get(f"{self.unit}_per_second"), count_units(batch)
         if peak is None or rate is None or not units:
             return None
         flops = module.count_flops(batch)
@@ -206,28 +165,18 @@ def peak_flops(device: torch.device, precision: str, matmul_precision: str) -> f
     return None if flops is None else float(flops)
 
 
-class _FetchClock(Profiler):
-    """Times batches, from the start of their loading, and forwards every call to the user's profiler.
-
-    On a CUDA `device`, events in its stream give the times.
-    """
+class _FetchClock(PassThroughProfiler):
+    """Times batches, from the start of their loading; on a CUDA `device`, events in its stream give the times."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner: Profiler = PassThroughProfiler()
         self.device = torch.device("cpu")
         self.fetch_started = time.perf_counter()
         self._loading: _Mark | None = None  # the start of the last loading
         self._loads: list[tuple[_Mark, _Mark]] = []
         self._batches: list[tuple[_Mark, _Mark]] = []
 
-    def wrap(self, trainer: Any) -> None:
-        """Replace the profiler of a Trainer."""
-        if trainer.profiler is not self:
-            self.inner, trainer.profiler = trainer.profiler, self
-
     def start(self, action_name: str) -> None:
-        self.inner.start(action_name)
         if action_name.endswith(("train_dataloader_next", ".val_next", ".test_next")):
             self.fetch_started = time.perf_counter()
         if action_name.endswith("train_dataloader_next"):
@@ -236,7 +185,6 @@ class _FetchClock(Profiler):
     def stop(self, action_name: str) -> None:
         if action_name.endswith("train_dataloader_next") and self._loading is not None:
             self._loads.append((self._loading, _Mark(self.device)))
-        self.inner.stop(action_name)
 
     def end_batch(self) -> None:
         if self._loading is not None:
@@ -249,18 +197,6 @@ class _FetchClock(Profiler):
         self._batches.clear()
         self._loads.clear()
         return seconds, waited
-
-    def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
-        self.inner.setup(stage, local_rank, log_dir)
-
-    def teardown(self, stage: str | None) -> None:
-        self.inner.teardown(stage)
-
-    def summary(self) -> str:
-        return self.inner.summary()
-
-    def describe(self) -> None:
-        self.inner.describe()
 
 
 class _Mark:

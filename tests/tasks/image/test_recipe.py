@@ -11,7 +11,6 @@ import timm
 import torch
 import yaml
 from omegaconf import DictConfig
-from PIL import Image
 from safetensors.torch import save_file
 from timm.utils import CheckpointSaver, ModelEmaV3
 
@@ -121,7 +120,6 @@ def test_a_learning_rate_is_found_and_recorded(tmp_path, command_here, tiny_over
     assert heading == "learning_rate,loss"
     assert len(rates) == 20
     assert rates == sorted(rates)
-    assert Image.open(run / "learning_rates.png").width == 900
     assert any(value == pytest.approx(rate, rel=1e-2) for rate in rates)
     again = command_here(tmp_path, *words, "resume=true")
     assert "this run is finished: outputs/image/run" in again.stdout
