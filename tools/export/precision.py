@@ -96,6 +96,8 @@ def convert(source: Path, target: Path, precision: str, batches: Iterable[Any] |
 
 def _read_images(folder: str, loaded: Loaded, options: Mapping[str, Any]) -> list[Any]:
     """Images of a folder as an exported file takes them, one by one: at most `CALIBRATION`, evenly chosen."""
+    from longseq.tasks.image.transforms import normalize
+
     data: Any = registry.get(loaded.task_name).data
     if loaded.task_name not in registry.like("image"):
         raise ValueError("calibrate is for image classifiers")
@@ -104,7 +106,7 @@ def _read_images(folder: str, loaded: Loaded, options: Mapping[str, Any]) -> lis
     for number in range(0, len(files), -(-len(files) // CALIBRATION)):
         images, _, unreadable = files.collate([files[number]])
         if not unreadable:
-            batches.append((images if options["preprocess"] else files.prepare(images)).numpy())
+            batches.append((images if options["preprocess"] else normalize(images, files.info)).numpy())
     return batches
 
 
