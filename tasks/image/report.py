@@ -25,7 +25,7 @@ from longseq.tasks.image.predict import saliency, shade
 from longseq.tasks.image.sources import Split
 from longseq.tasks.image.transforms import denormalize, evaluation_transform
 from longseq.tasks.training import targets
-from longseq.tasks.training.callbacks.charts import find_board, fit_text
+from longseq.tasks.training.callbacks.charts import find_board
 from longseq.tasks.training.class_report import ClassReport
 from longseq.tasks.training.system import write_text
 
@@ -224,7 +224,15 @@ def draw_predictions(
         canvas.paste(tile, (left, top))
         right = predicted[i] == true[i]
         text = predicted[i] if right else f"{predicted[i]} (is {true[i]})"
-        draw.text((left, top + side), fit_text(draw, text, side), fill=_RIGHT if right else _WRONG)
+        draw.text((left, top + side), _fit(draw, text, side), fill=_RIGHT if right else _WRONG)
         if notes is not None:
-            draw.text((left, top + side + _LINE), fit_text(draw, notes[i], side), fill=_NOTE)
+            draw.text((left, top + side + _LINE), _fit(draw, notes[i], side), fill=_NOTE)
     return pil_to_tensor(canvas)
+
+
+def _fit(draw: ImageDraw.ImageDraw, text: str, width: float) -> str:
+    """The text in one line, cut to `width` pixels."""
+    text = text.replace("\n", " ")  # Pillow cannot measure text of several lines
+    while len(text) > 1 and draw.textlength(text) > width:
+        text = text[:-2] + "…"
+    return text

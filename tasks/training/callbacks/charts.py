@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
-from PIL import ImageDraw
 from torch import Tensor, nn
 from torchmetrics.utilities.plot import plot_confusion_matrix
 
@@ -160,11 +159,3 @@ class ConfusionMatrix(Callback):
 def find_board(trainer: Trainer) -> TensorBoardLogger | None:
     """The logger that accepts pictures; None if the run has only other loggers."""
     return next((logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)), None)
-
-
-def fit_text(draw: ImageDraw.ImageDraw, text: str, width: float) -> str:
-    """The text in one line, cut to `width` pixels."""
-    text = text.replace("\n", " ")  # Pillow cannot measure text of several lines
-    while len(text) > 1 and draw.textlength(text) > width:
-        text = text[:-2] + "…"
-    return text
