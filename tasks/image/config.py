@@ -168,6 +168,8 @@ class ImageKeys(TaskKeys):
 
         group = config["task"]
         check_metrics(group["metric"], group["metrics"], multi_label=bool(config["data"]["multi_label"]))
+        if config["recipe"]["name"] == "finetune" and not starts_trained(config):
+            raise ValueError("recipe=finetune begins with trained weights: give init=FILE or model.pretrained=true")
 
     def choose(self, config: Mapping[str, Any], info: DataInfo | None, parts: int) -> Choice:
         return choose_recipe(config, info, parts)

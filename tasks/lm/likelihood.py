@@ -31,7 +31,7 @@ _GROUPS = 32  # of positions: 0, 1, 2 to 3, 4 to 7, ...; the last one has all fr
 
 def perplexity_of(loss: float) -> float:
     """The exponential of the mean loss of a token; infinite where it overflows."""
-    return math.exp(loss) if loss < 709 else math.inf
+    return math.inf if loss > 709 else math.exp(loss)
 
 
 class TokenLoss(Metric):
