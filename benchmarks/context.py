@@ -15,7 +15,7 @@ Loss in nats a token, with its standard error over the documents:
 by position    of the tokens P/2 to P of a document
 by context     of the tokens 2,048 to 8,192, read with all tokens before them, or only with the last N to 2 N - 1
 by repetition  of tokens whose pair with the one before has occurred in the document, by the distance, and of others
-in steps       of the first 256 tokens, read one by one; at once is the same read as a whole
+in steps       of the first 256 tokens, read one by one; at once is the same read as a whole; no document is shorter
 
 Figures of tokens that no document has are left out.
 """
@@ -67,12 +67,13 @@ def losses_of(model: TokenBackbone, tokens: Tensor) -> Tensor:
 
 
 def losses_in_steps(model: TokenBackbone, tokens: Tensor) -> Tensor:
-    state, losses = model.initial_state(1, tokens.device, torch.float32), []
-    for token, target in zip(tokens[:-1].split(1), tokens[1:].split(1), strict=True):
+    """As `losses_of`, read token by token."""
+    state, losses = model.initial_state(len(tokens), tokens.device, torch.float32), []
+    for token, target in pairwise(tokens.unbind(1)):
         with torch.autocast(tokens.device.type, torch.bfloat16):
             logits, state = model.step(token, state)
         losses.append(functional.cross_entropy(logits.float(), target, reduction="none"))
-    return torch.cat(losses)
+    return torch.stack(losses, 1)
 
 
 def with_context(model: TokenBackbone, tokens: Tensor, context: int) -> Tensor:
@@ -110,9 +111,6 @@ def figures(model: TokenBackbone, tokens: Tensor) -> Iterator[tuple[str, Tensor]
     for distance in DISTANCES:
         yield f"pair within {distance}", whole[(far > nearest) & (far <= distance)]
         nearest = distance
-    start = tokens[: STEPS + 1]
-    yield "at once", whole[:STEPS]
-    yield "in steps", losses_in_steps(model, start)
 
 
 @torch.no_grad()
@@ -124,6 +122,9 @@ def measure(checkpoint: str, documents: list[Tensor], device: torch.device) -> d
         for name, losses in figures(model, document.to(device)):
             if losses.numel():
                 sums[name].append((losses.sum().item(), losses.numel()))
+    starts = torch.stack([document[: STEPS + 1] for document in documents]).to(device)
+    for name, read in (("at once", losses_of), ("in steps", losses_in_steps)):
+        sums[name] = [(losses.sum().item(), STEPS) for losses in read(model, starts)]
     row: dict[str, Any] = {"checkpoint": checkpoint}
     for name, parts in sums.items():
         count = sum(size for _, size in parts)
