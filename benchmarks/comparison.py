@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -78,23 +79,28 @@ def trained_row(results: Mapping[str, Any], name: str) -> dict[str, Any]:
 def tuned_row(results: Mapping[str, Any], name: str) -> dict[str, Any]:
     """The cells of a row whose learning rate was tried in shorter runs: these, the costs, and the curve of a seed."""
     metric, report = results["selected_by"], results["report"]
-    tried = [one for one in results["tries"] if one["name"] == name]
+    tried = {f"{one['learning_rate']:g}": one.get("metrics", {}) for one in results["tries"] if one["name"] == name}
     (costs,) = (entry for entry in results["costs"] if entry["name"] == name)
     (entry,) = (entry for entry in results["summary"] if entry["name"] == name)
     finished = [one for one in results["rows"] if one["name"] == name and "metrics" in one]
     return {
         "model": name.replace("mixer.options.", ""),
         "learning_rate": entry["learning_rate"],
-        f"tried_{metric}": {
-            f"{one['learning_rate']:g}": round(one["metrics"][metric], 4) if "metrics" in one else "failed"
-            for one in tried
-        },
+        f"tried_{metric}": ", ".join(f"{rate} {found.get(metric, nan):.4f}" for rate, found in tried.items()),
         report.replace("/", "_"): by_seed(finished, report, 4),
         **{key: round(costs[key]) for key in comparison.COSTS if key in costs},
+        **positions(finished[0]["metrics"]),
         f"curve_{metric}": [[step, round(seconds, 1), round(value, 4)] for step, seconds, value in costs["curves"][0]],
         "runs_at_a_time": results["jobs"],
         "measured": results["measured"],
     }
+
+
+def positions(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """The perplexity of a language model by the position of a token in its window: positions and value of each span."""
+    spans = metrics.get("test/perplexity_by_position", ())
+    listed = [[span["from"], span["to"], round(span["perplexity"], 3)] for span in spans]
+    return {"perplexity_by_position": listed} if listed else {}
 
 
 def read(files: str) -> dict[str, Any]:

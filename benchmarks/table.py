@@ -9,6 +9,7 @@ A row is marked as older if changes.json names a later change of its mixer or op
 from __future__ import annotations
 
 import json
+import math
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from report import format_mean, to_markdown
 
 HERE = Path(__file__).parent
@@ -177,25 +179,53 @@ def language_models() -> str:
     return draw(heading, lines) + "\n" + surroundings([*rows, *compiled.values()])
 
 
-def language_mixers() -> str:
-    """Mixers in one comparison of language models; the lowest perplexity first."""
-    result = read("language_mixers")
-    rows = sorted(result["rows"], key=lambda row: mean_of(row["test_perplexity"]))
-    beside = next(row["parameters"] for row in rows if row["mixer"] == "attention")
+def compared() -> str:
+    """Language models of one budget on each text, each at the best of its learning rates; the best first.
+
+    Validation loss at equal time is the loss when the fastest row ends.
+    """
+    texts = {name: read(f"text_{name}") for name in ("prose", "python") if f"text_{name}" in list_tables()}
+    rows = {(name, row["model"]): row for name, result in texts.items() for row in result["rows"]}
+    models = sorted({model for _, model in rows}, key=lambda model: bits(rows.get(("prose", model))))
+    ends = {name: min(row["curve_val/loss"][-1][1] for row in result["rows"]) for name, result in texts.items()}
+    lines = []
+    for model in models:
+        row = rows["prose", model]
+        curve = row["curve_val/loss"]
+        at_end = np.interp(ends["prose"], [point[1] for point in curve], [point[2] for point in curve])
+        older = any(find_later_changes(rows[key], texts[key[0]]["kind"]) for key in rows if key[1] == model)
+        lines.append(
+            [
+                model + " (older)" * older,
+                f"{row['learning_rate']:g}",
+                *(mean(rows[name, model]["test_bits_per_byte"]) if (name, model) in rows else "" for name in TEXTS),
+                f"{at_end:.3f}",
+                row["tried_val/loss"],
+                *(f"{row[key]:,}" for key in ("state", "flops_per_token", "tokens_per_second")),
+            ]
+        )
+    heading = ["mixer", "rate", *(f"bits per byte, {name}" for name in TEXTS), "validation loss at equal time"]
+    heading += ["rates tried and their validation losses", "numbers of state", "FLOPs a token", "tokens/s"]
+    return draw(heading, lines) + "\n" + surroundings(list(rows.values()))
+
+
+def positions() -> str:
+    """Perplexity of the same models on prose, by the position of a token in its window."""
+    rows = sorted(read("text_prose")["rows"], key=bits)
+    spans = [(first, last) for first, last, _ in rows[0]["perplexity_by_position"] if last in SPANS]
     lines = [
-        [
-            name_of(row, result["kind"], row["mixer"]),
-            millions(row["parameters"], beside),
-            f"{mean_of(row['test_perplexity']):.1f}",
-            f"{mean_of(row['test_bits_per_byte']):.3f}",
-            *(f"{mean_of(row[f'perplexity_to_{length}']):,.1f}" for length in (2048, 32768)),
-            f"{mean_of(row['tokens_per_second']):,.0f}",
-            f"{mean_of(row['gpu_memory_gib']):.1f} GiB" if "gpu_memory_gib" in row else "",
-        ]
+        [row["model"], *(f"{value:.2f}" for _, last, value in row["perplexity_by_position"] if last in SPANS)]
         for row in rows
     ]
-    heading = ["mixer", "parameters (compared with attention)", "perplexity", "bits per byte", "at 2,048", "at 32,768"]
-    return draw([*heading, "training tokens/s", "memory"], lines) + "\n" + surroundings(rows)
+    return draw(["mixer", *(f"{first:,} to {last:,}" for first, last in spans)], lines)
+
+
+TEXTS = ("prose", "python")
+SPANS = (0, 7, 31, 127, 511, 1023, 2047)  # the last positions of the spans that are shown
+
+
+def bits(row: Row | None) -> float:
+    return mean_of(row["test_bits_per_byte"]) if row else math.inf
 
 
 def mean_of(values: Mapping[str, float]) -> float:
@@ -308,16 +338,18 @@ def better_width(row: Mapping[str, Any] | None) -> str:
 
 
 def summary() -> str:
-    """Accuracy, recall and speed of mixers from three tables; a star marks an older figure."""
+    """Accuracy, recall, compression of text and speed of mixers from four tables; a star marks an older figure."""
     trained = [row for row in read("language_models")["rows"] if row["task"] == "text" and not row.get("recompute")]
     speeds = {(row.get("mixer"), row["tokens"]): row for row in trained}
     accuracies = {row["model"]: row for row in read("cifar10")["rows"]}
     recalled = {row["mixer"].split()[0]: row for row in reversed(read("mqar_zoology")["rows"])}
+    prose = {row["model"]: row for row in read("text_prose")["rows"]}
     used, lines = [], []
     for mixer in SUMMARY:
         found = (
             ("cifar10", "test_top1", accuracies.get(mixer)),
             ("mqar_zoology", better_width(recalled.get(mixer)), recalled.get(mixer)),
+            ("text_prose", "test_bits_per_byte", prose.get(mixer)),
             ("language_models", "training_tokens_per_s", speeds.get((mixer, 2048))),
             ("language_models", "training_tokens_per_s", speeds.get((mixer, 32768))),
         )
@@ -330,8 +362,8 @@ def summary() -> str:
             line.append(value + (" *" if find_later_changes(row, read(table)["kind"], table) else ""))
             used.append(row)
         lines.append(line)
-    heading = ["`mixer=`", "CIFAR-10, top-1", "recall of 64 pairs", "tokens/s at 2,048", "tokens/s at 32,768"]
-    return draw(heading, lines) + "\n" + surroundings(used)
+    heading = ["`mixer=`", "CIFAR-10, top-1", "recall of 64 pairs", "prose, bits per byte", "tokens/s at 2,048"]
+    return draw([*heading, "tokens/s at 32,768"], lines) + "\n" + surroundings(used)
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -339,7 +371,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "digits": lambda: trained("digits", "mixer"),
     "directions": lambda: columns_of("image_directions", ("digits", "CIFAR"), str),
     "cifar10": lambda: trained("cifar10", "model"),
-    "language_mixers": language_mixers,
+    "compared": compared,
+    "positions": positions,
     "language_models": language_models,
     "image_models": image_models,
     "mad": lambda: columns_of("mad", "data=", lambda key: key.removeprefix("data=mad_").replace("_", " ")),

@@ -28,7 +28,6 @@ JOINED = {
     "docs/programs/read_image.py": "programs/read_image.py",
     "benchmarks/conversion.png": "images/conversion.png",
     "benchmarks/imdb.png": "images/imdb.png",
-    "benchmarks/language_mixers.png": "images/language_mixers.png",
     "benchmarks/mqar_vla.png": "images/mqar_vla.png",
 }
 LINK = re.compile(r"\]\(([^)#:]+)(#[^)]*)?\)")
