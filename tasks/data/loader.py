@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, SequentialSampler, get_worker_info
+from torch.utils.data import DataLoader, Dataset, Sampler, SequentialSampler, get_worker_info
 
-from longseq.tasks.data.sampler import EvaluationSampler, UpdateSampler
+from longseq.tasks.data.sampler import UpdateSampler
 from longseq.tasks.training.system import prepare_data_worker
 
 Given = TypeVar("Given")
@@ -128,7 +128,7 @@ class BatchLoader(DataLoader[Batch]):
     def __init__(
         self,
         dataset: Dataset[Batch],
-        own_sampler: UpdateSampler[Any] | EvaluationSampler | None,
+        own_sampler: Sampler[Any] | None,
         *,
         num_workers: int = 0,
         pin_memory: bool = False,

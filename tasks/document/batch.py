@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from longseq.kernels.packing import Packing
+from longseq.tasks.data.loader import Batch
 from longseq.tasks.data.sampler import BalancedDraw, UpdateSampler, derive_seed
 from longseq.tasks.text.batch import IGNORED as IGNORED
 from longseq.tasks.text.store import Corpus, Integers
@@ -147,8 +148,8 @@ class Chosen(NamedTuple):
     epoch: int = 0
 
 
-class DocumentBatches(Dataset[tuple[DocumentInputs, Tensor, list[Any]]]):
-    """Maps `Chosen` to inputs, targets, and the empty list of failures that loaders read.
+class DocumentBatches(Dataset[Batch]):
+    """Maps `Chosen` to inputs and targets.
 
     `budget` is the length of the rows, and `longest` of their longest document. With the seed `crops`, each epoch
     reads another window of a long document.
@@ -158,7 +159,7 @@ class DocumentBatches(Dataset[tuple[DocumentInputs, Tensor, list[Any]]]):
         self.split, self.budget, self.longest, self.crops = split, budget, longest, crops
         self._whole_lengths = split.whole_lengths
 
-    def __getitem__(self, chosen: Chosen) -> tuple[DocumentInputs, Tensor, list[Any]]:
+    def __getitem__(self, chosen: Chosen) -> Batch:
         documents = []
         for number in chosen.documents:
             crop_seed = None if self.crops is None else derive_seed(self.crops, chosen.epoch, number)
@@ -189,7 +190,7 @@ class DocumentBatches(Dataset[tuple[DocumentInputs, Tensor, list[Any]]]):
         known = self.split.targets
         targets = np.full((places, *known.shape[1:]), IGNORED if known.ndim == 1 else 0, known.dtype)
         targets[:count] = known[chosen.documents]
-        return inputs, torch.from_numpy(targets), []
+        return Batch(inputs, torch.from_numpy(targets), [])
 
 
 class PackedSampler(UpdateSampler[Chosen]):

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from lightning.pytorch.utilities import rank_zero_only
 
 from longseq.plugins import plugin_of
@@ -71,7 +70,7 @@ class DocumentData(TaskData):
     a function of (`seed`, epoch, place in the epoch), and the windows of `random_crops` of (`seed`, epoch, document).
     """
 
-    info_class = DocumentInfo
+    keys_class, info_class = DocumentDataKeys, DocumentInfo
     inputs = DocumentFiles
 
     def __init__(
@@ -88,10 +87,7 @@ class DocumentData(TaskData):
 
         The checkpoint `init` gives the default tokenizer.
         """
-        super().__init__()
-        self.keys = keys = read(DocumentDataKeys, vars(keys), "data")
-        self.batch_size, self.eval_batch_size = batch_size, keys.eval_batch_size or batch_size
-        self.seed = seed
+        super().__init__(keys, batch_size=batch_size, seed=seed)
         self._wanted = [STAGES[stage] for stage in stages]
         self._init, self._trained = init, trained
         self._is_fitted = False  # by the linear model
@@ -101,7 +97,6 @@ class DocumentData(TaskData):
                 raise ValueError(f"data.{name} is not read by data.source={keys.source}")
         self._splits: dict[str, Split] = {}
         self._samplers: dict[tuple[int, ...], PackedSampler] = {}
-        self._info: DocumentInfo | None = None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], batch_size: int) -> DocumentData:
@@ -126,13 +121,7 @@ class DocumentData(TaskData):
 
     @classmethod
     def for_evaluation(
-        cls,
-        config: Mapping[str, Any],
-        changes: Mapping[str, Any],
-        *,
-        split: str,
-        trained: DocumentInfo,
-        batch_size: int,
+        cls, config: Mapping[str, Any], changes: Mapping[str, Any], *, split: str, trained: Any, batch_size: int
     ) -> DocumentData:
         copied = ("multi_label", "text_column", "max_length", "truncation", "segment")
         given = {"name": "given", "source": "files", **{key: getattr(trained, key) for key in copied}}
@@ -159,12 +148,6 @@ class DocumentData(TaskData):
         return datamodule
 
     @property
-    def info(self) -> DocumentInfo:
-        """The info of the documents; available after `setup`."""
-        assert self._info is not None, "call setup() first"
-        return self._info
-
-    @property
     def registered_parts(self) -> list[Any]:
         return [self._source.open] if plugin_of(self._source.open) else []
 
@@ -182,7 +165,7 @@ class DocumentData(TaskData):
         return self._splits[stage]
 
     def setup(self, stage: str | None = None) -> None:
-        """Opens the documents and prepares the tokens that the cache lacks; a second call does nothing."""
+        """Open the documents, and prepare the tokens that the cache lacks."""
         if self._splits:
             return
         opened, wanted = self._source.open(self.keys), self._wanted
@@ -210,32 +193,17 @@ class DocumentData(TaskData):
     def train_dataloader(self) -> TrainingLoader:
         sampler = copy.copy(self._sample())  # the loader counts epochs in it
         crops = self.seed if self.keys.random_crops else None
-        return TrainingLoader(
-            DocumentBatches(self._splits["train"], self.batch_size, sampler.longest, crops=crops),  # type: ignore[arg-type]
-            sampler,
-            num_workers=self.keys.num_workers,
-            pin_memory=self.keys.pin_memory and torch.cuda.is_available(),
-            **follow(self.trainer),
-        )
+        batches = DocumentBatches(self._splits["train"], self.batch_size, sampler.longest, crops=crops)
+        return TrainingLoader(batches, sampler, **self.loader_options(), **follow(self.trainer))
 
-    def val_dataloader(self) -> BatchLoader:
-        return self._evaluation_loader("val")
-
-    def test_dataloader(self) -> BatchLoader:
-        return self._evaluation_loader("test")
-
-    def _evaluation_loader(self, stage: str) -> BatchLoader:
+    def evaluation_loader(self, stage: str) -> BatchLoader:
         rank, world_size, _ = find_place(self.trainer)
         lengths = self._splits[stage].lengths
         # Without a chosen budget, a document may be longer than a training batch.
         budget = self.keys.eval_batch_size or max(self.batch_size, int(lengths.max()))
         sampler = EveryDocument(lengths, budget, rank=rank, world_size=world_size)
-        return BatchLoader(
-            DocumentBatches(self._splits[stage], budget, sampler.longest),  # type: ignore[arg-type]
-            sampler,  # type: ignore[arg-type]
-            num_workers=self.keys.num_workers,
-            pin_memory=self.keys.pin_memory and torch.cuda.is_available(),
-        )
+        batches = DocumentBatches(self._splits[stage], budget, sampler.longest)
+        return BatchLoader(batches, sampler, **self.loader_options())
 
     def _sample(self) -> PackedSampler:
         """The sampler of training, made once for each place, since it packs all documents."""

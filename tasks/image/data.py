@@ -82,19 +82,16 @@ class ImageDataModule(TaskData):
     sizes, see `longseq.tasks.data.labels.find_weights` and `longseq.tasks.data.sampler.BalancedSampler`.
     """
 
-    info_class = DataInfo
+    keys_class, info_class = ImageDataKeys, DataInfo
     inputs = ImageFiles
 
     def __init__(
         self, keys: ImageDataKeys, *, batch_size: int, seed: int = 0, augment: Mapping[str, Any] | None = None
     ) -> None:
-        super().__init__()
-        self.keys = keys = read(ImageDataKeys, vars(keys), "data")
+        super().__init__(keys, batch_size=batch_size, seed=seed)
         self.root = None if keys.root is None else os.path.expanduser(keys.root)
-        self.seed = seed
         self.take_recipe({"recipe": {"augment": augment or {}}}, batch_size)
         self._unreadable: dict[str, str] = {}  # the reason by path
-        self._info: DataInfo | None = None
         self.splits: Splits | None = None  # None for a stream, and before `setup`
 
     @classmethod
@@ -139,12 +136,6 @@ class ImageDataModule(TaskData):
         return datamodule
 
     @property
-    def info(self) -> DataInfo:
-        """What models, checkpoints and exported files need to know of the data; available after `setup`."""
-        assert self._info is not None, "call setup() first"
-        return self._info
-
-    @property
     def unreadable(self) -> list[str]:
         """Paths of the images that this process could not read so far."""
         return list(self._unreadable)
@@ -167,7 +158,6 @@ class ImageDataModule(TaskData):
             self.splits = self.splits or self._open_splits()
 
     def setup(self, stage: str | None = None) -> None:
-        """Open the data; `stage` has no effect, and a second call does nothing."""
         if self._info is not None:
             return
         keys = self.keys
@@ -287,7 +277,7 @@ class ImageDataModule(TaskData):
             if self.keys.decode == "gpu":
                 raise ValueError("a stream needs data.decode=cpu")
             return self._stream_loader("train", training_transform(self.info, self.augmentation))
-        split, options = self.splits.train, self._loader_options()
+        split, options = self.splits.train, self.loader_options()
         batches: TrainingBatches
         if self.keys.decode == "cpu":
             transform = training_transform(self.info, self.augmentation)
@@ -309,25 +299,19 @@ class ImageDataModule(TaskData):
         targets = self._training_targets(self.info.num_classes)
         return BalancedSampler(rarest_labels(targets), self.batch_size, **options)
 
-    def val_dataloader(self) -> BatchLoader:
-        return self._evaluation_loader("validation")
-
-    def test_dataloader(self) -> BatchLoader:
-        return self._evaluation_loader("test")
-
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> tuple[Tensor, Tensor]:
         """Normalise on the device: the host then transfers a quarter of the bytes."""
         images, targets = batch
         return normalize(images, self.info), targets
 
-    def _evaluation_loader(self, kind: str) -> BatchLoader:
+    def evaluation_loader(self, stage: str) -> BatchLoader:
         transform = evaluation_transform(self.info)
         if self.splits is None:
-            return self._stream_loader(kind, transform)
-        split: Split = getattr(self.splits, kind)
+            return self._stream_loader(_KINDS[stage], transform)
+        split: Split = getattr(self.splits, _KINDS[stage])
         rank, world_size, _ = find_place(self.trainer)
         sampler = EvaluationSampler(len(split), self.eval_batch_size, rank=rank, world_size=world_size)
-        return BatchLoader(EvaluationBatches(split, transform, self.info), sampler, **self._loader_options())
+        return BatchLoader(EvaluationBatches(split, transform, self.info), sampler, **self.loader_options())
 
     def _stream(self, kind: str) -> Any:
         return open_stream(self.keys, self.root, kind, batch_size=self.batch_size, seed=self.seed)
@@ -343,7 +327,7 @@ class ImageDataModule(TaskData):
 
     def _stream_loader(self, kind: str, transform: Any) -> StreamLoader:
         rank, world_size, _ = find_place(self.trainer)
-        training, stream, options = kind == "train", self._stream(kind), self._loader_options()
+        training, stream, options = kind == "train", self._stream(kind), self.loader_options()
         shards = stream.reader.shards  # a worker reads whole shards
         options["num_workers"] = min(options["num_workers"], max(1, shards // world_size) if training else shards)
         batches = StreamBatches(
@@ -359,15 +343,12 @@ class ImageDataModule(TaskData):
         epoch = lambda: self.trainer.current_epoch if self.trainer else 0  # noqa: E731
         return StreamLoader(batches, **options, epoch=epoch)
 
-    def _loader_options(self) -> dict[str, Any]:
-        workers = self.keys.num_workers
-        if workers is None:
-            workers = min(_MOST_WORKERS, usable_cores() // (self.trainer.num_devices if self.trainer else 1))
-        return {
-            "num_workers": workers,
-            "pin_memory": self.keys.pin_memory and torch.cuda.is_available(),
-            "report": self._record,
-        }
+    def loader_options(self) -> dict[str, Any]:
+        options = super().loader_options() | {"report": self._record}
+        if options["num_workers"] is None:
+            devices = self.trainer.num_devices if self.trainer else 1
+            options["num_workers"] = min(_MOST_WORKERS, usable_cores() // devices)
+        return options
 
     def _record(self, failures: list[Failure]) -> None:
         """Record and log the unreadable images of a batch; ValueError for a wrong label, or with on_error=raise."""

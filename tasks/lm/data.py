@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from longseq.tasks.config import read
 from longseq.tasks.data.loader import BatchLoader, TrainingLoader, find_place, follow
 from longseq.tasks.data.module import TaskData, refuse_larger_shares, same_root
@@ -49,20 +47,16 @@ class LanguageModelData(TaskData):
     The windows of a batch are a function of (`seed`, epoch, place in the epoch).
     """
 
-    info_class = TextInfo
+    keys_class, info_class = TextDataKeys, TextInfo
 
     def __init__(self, keys: TextDataKeys, *, batch_size: int, seed: int = 0) -> None:
-        super().__init__()
-        self.keys = keys = read(TextDataKeys, vars(keys), "data")
-        self.batch_size, self.eval_batch_size = batch_size, keys.eval_batch_size or batch_size
-        self.seed = seed
+        super().__init__(keys, batch_size=batch_size, seed=seed)
         # Streams of an evaluation over all devices: as many as in training, since each begins without a state.
         self._streams: int | None = None
         self._start: int | None = None  # the token that begins a document; None: the separator, as in training
         self._stages: tuple[str, ...] = tuple(STAGES)  # their splits must not be empty
         self._stores: list[TokenStore] = []
         self._windows: dict[str, list[Windows]] = {}
-        self._info: TextInfo | None = None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], batch_size: int) -> LanguageModelData:
@@ -78,13 +72,7 @@ class LanguageModelData(TaskData):
 
     @classmethod
     def for_evaluation(
-        cls,
-        config: Mapping[str, Any],
-        changes: Mapping[str, Any],
-        *,
-        split: str,
-        trained: TextInfo,
-        batch_size: int,
+        cls, config: Mapping[str, Any], changes: Mapping[str, Any], *, split: str, trained: TextInfo, batch_size: int
     ) -> LanguageModelData:
         own = config.get("data") or {"name": "given", "window": trained.window}
         if changes.get("source", own.get("source")) != own.get("source"):
@@ -108,12 +96,6 @@ class LanguageModelData(TaskData):
         return datamodule
 
     @property
-    def info(self) -> TextInfo:
-        """Available after `setup`."""
-        assert self._info is not None, "call setup() first"
-        return self._info
-
-    @property
     def batches_per_epoch(self) -> int:
         return len(self._training_sampler())
 
@@ -123,7 +105,6 @@ class LanguageModelData(TaskData):
         return sampler.updates * sampler.effective_batch_size * self.keys.window
 
     def setup(self, stage: str | None = None) -> None:
-        """Open the corpora; a second call does nothing."""
         if self._stores:
             return
         self._stores = open_corpora(self.keys)
@@ -152,17 +133,7 @@ class LanguageModelData(TaskData):
 
     def train_dataloader(self) -> TrainingLoader:
         batches, sampler = self._batches("train", self.batch_size), self._training_sampler()
-        return TrainingLoader(batches, sampler, **self._options(), **follow(self.trainer))  # type: ignore[arg-type]
-
-    def val_dataloader(self) -> BatchLoader:
-        return self._evaluation_loader("val")
-
-    def test_dataloader(self) -> BatchLoader:
-        return self._evaluation_loader("test")
-
-    def _options(self) -> dict[str, Any]:
-        pin_memory = self.keys.pin_memory and torch.cuda.is_available()
-        return {"num_workers": self.keys.num_workers, "pin_memory": pin_memory}
+        return TrainingLoader(batches, sampler, **self.loader_options(), **follow(self.trainer))
 
     def _batches(self, stage: str, rows: int) -> WindowBatches:
         return WindowBatches(
@@ -174,16 +145,16 @@ class LanguageModelData(TaskData):
             carries=self.keys.packing == "streams",
         )
 
-    def _evaluation_loader(self, stage: str) -> BatchLoader:
+    def evaluation_loader(self, stage: str) -> BatchLoader:
         rank, world_size, _ = find_place(self.trainer)
         counts, rows = [windows.count for windows in self._windows[stage]], self.eval_batch_size
-        every: Any = EveryWindow(counts, rows, rank=rank, world_size=world_size)
+        every: EveryWindow | EveryStream = EveryWindow(counts, rows, rank=rank, world_size=world_size)
         if self.keys.packing == "streams":
             streams = self._streams if self.keys.eval_batch_size is None else None
             # No more streams than windows.
             rows = -(-min(streams or rows * world_size, counts[0]) // world_size)
             every = EveryStream(counts[0], rows, rank=rank, world_size=world_size)
-        return BatchLoader(self._batches(stage, rows), every, **self._options())  # type: ignore[arg-type]
+        return BatchLoader(self._batches(stage, rows), every, **self.loader_options())
 
     def _training_sampler(self) -> UpdateSampler[Any]:
         place, cut = find_place(self.trainer)._asdict(), self._windows["train"]

@@ -13,13 +13,14 @@ also the first one, and none from another document.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from longseq.tasks.data.loader import Batch
 from longseq.tasks.text.store import Corpus, Integers
 from longseq.tasks.text.windows import Span, WindowIndex, Windows, most_sequences
 
@@ -71,8 +72,8 @@ class TokenInputs(NamedTuple):
 TokenBatch = tuple[TokenInputs, Tensor]
 
 
-class WindowBatches(Dataset[tuple[TokenInputs, Tensor, list[Any]]]):
-    """Maps B windows of T tokens to inputs, targets, and the empty list of failures that loaders read.
+class WindowBatches(Dataset[Batch]):
+    """Maps B windows of T tokens to inputs and targets.
 
     All batches have one shape (see `TokenInputs`). `sequences` is the expected maximum of sequences in a batch, by
     default `most_sequences`. Without `reset_state` rows are `[B, T]` and not packed; `carries` is for streams. `start`
@@ -95,7 +96,7 @@ class WindowBatches(Dataset[tuple[TokenInputs, Tensor, list[Any]]]):
         self.start = separator if start is None else start
         self._slots = -(-(most_sequences(cut, rows) if sequences is None else sequences) // _STEP) * _STEP
 
-    def __getitem__(self, batch: Sequence[WindowIndex | None]) -> tuple[TokenInputs, Tensor, list[Any]]:
+    def __getitem__(self, batch: Sequence[WindowIndex | None]) -> Batch:
         """The batch of at most B windows; rows that are None or missing have no targets."""
         shape = (self.rows, self.length)
         tokens, targets = np.full(shape, self.separator, np.int64), np.full(shape, IGNORED, np.int64)
@@ -130,7 +131,7 @@ class WindowBatches(Dataset[tuple[TokenInputs, Tensor, list[Any]]]):
             byte_count=byte_count,
             carry=Carry(first, last, torch.from_numpy(fresh)) if self.carries else None,
         )
-        return inputs, torch.from_numpy(targets.reshape(flat)), []
+        return Batch(inputs, torch.from_numpy(targets.reshape(flat)), [])
 
     def _read(self, corpus: Corpus, span: Span) -> tuple[np.ndarray, np.ndarray, Integers, int]:
         """Tokens and targets of a span, the places in it where documents begin, and the bytes of its targets."""
