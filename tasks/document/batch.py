@@ -27,8 +27,8 @@ from torch.utils.data import Dataset, Sampler
 from longseq.kernels.packing import Packing
 from longseq.tasks.data.loader import Batch
 from longseq.tasks.data.sampler import BalancedDraw, UpdateSampler, derive_seed
-from longseq.tasks.text.batch import IGNORED as IGNORED
 from longseq.tasks.text.store import Corpus, Integers
+from longseq.tasks.text.windows import IGNORED as IGNORED
 
 Tokens = npt.NDArray[np.integer[Any]]
 

@@ -21,7 +21,6 @@ from longseq.tasks.config import read
 from longseq.tasks.data.labels import Labels, count_classes, find_weights, rarest_labels, sort_names, targets_of
 from longseq.tasks.data.loader import BatchLoader, TrainingLoader, find_place, follow
 from longseq.tasks.data.module import TaskData, refuse_larger_shares, same_root
-from longseq.tasks.document import libraries as _libraries  # noqa: F401  registers its source
 from longseq.tasks.document import sources
 from longseq.tasks.document.batch import DocumentBatches, EveryDocument, PackedSampler, Split
 from longseq.tasks.document.config import DocumentDataKeys, DocumentInfo
@@ -29,16 +28,16 @@ from longseq.tasks.document.inputs import DocumentFiles
 from longseq.tasks.document.model import LINEAR
 from longseq.tasks.document.sources import Reader, Sample
 from longseq.tasks.text import store
-from longseq.tasks.text.corpora import in_cache, tokenizer_of
 from longseq.tasks.text.documents import batched, encode
 from longseq.tasks.text.prepare import manifest_of
 from longseq.tasks.text.sources import Document, Malformed
-from longseq.tasks.text.store import SPLITS, STAGES, Integers
+from longseq.tasks.text.store import SPLITS, STAGES, Integers, in_cache
 from longseq.tasks.text.tokenizer import (
     ByteTokenizer,
     Tokenizer,
     read_tokenizer,
     tokenizer_from_dict,
+    tokenizer_of,
     train_tokenizer,
     trained_size,
 )

@@ -19,10 +19,9 @@ from longseq.tasks.data.labels import count_classes, find_weights, name_some, ra
 from longseq.tasks.data.loader import Batch, BatchLoader, Failure, TrainingLoader, find_place, follow, work_ahead
 from longseq.tasks.data.module import TaskData, same_root
 from longseq.tasks.data.sampler import BalancedSampler, EvaluationSampler, TrainingSampler
-from longseq.tasks.image.config import LABEL_KEYS, OWN, OWN_KEYS, Augmentation, ImageDataKeys
+from longseq.tasks.image.config import LABEL_KEYS, OWN, OWN_KEYS, Augmentation, DataInfo, ImageDataKeys
 from longseq.tasks.image.datasets import EvaluationBatches, StreamBatches, StreamLoader, TrainingBatches
-from longseq.tasks.image.device import DeviceTransform
-from longseq.tasks.image.draws import EncodedTrainingBatches, TrainingDraws
+from longseq.tasks.image.device import DeviceTransform, EncodedTrainingBatches, TrainingDraws
 from longseq.tasks.image.files import (
     FolderLayout,
     Layout,
@@ -32,7 +31,6 @@ from longseq.tasks.image.files import (
     names_by_number,
     require_same_numbers,
 )
-from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.predict import ImageFiles
 from longseq.tasks.image.sources import (
     SOURCES,

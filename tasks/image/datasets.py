@@ -18,8 +18,8 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from longseq.tasks.data.labels import LabelError, number_of_class
 from longseq.tasks.data.loader import UNREADABLE, Batch, BatchLoader, Failure
 from longseq.tasks.data.sampler import SampleIndex, derive_seed
+from longseq.tasks.image.config import DataInfo
 from longseq.tasks.image.decoding import decode, decoding, first_line
-from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.sources import Split, as_image
 
 REPLACEMENTS = 100

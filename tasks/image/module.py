@@ -19,7 +19,7 @@ from longseq.tasks.data.loader import (
     find_entry,
     likeliest_classes,
 )
-from longseq.tasks.image.info import DataInfo
+from longseq.tasks.image.config import DataInfo
 from longseq.tasks.image.model import state_data, state_decision
 from longseq.tasks.image.transforms import BatchMixing, normalize
 from longseq.tasks.training.classifier import ClassifierModule

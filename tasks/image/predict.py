@@ -17,10 +17,10 @@ from torchvision.utils import save_image
 from longseq.tasks.commands import Predict
 from longseq.tasks.data.loader import UNREADABLE, share_memory
 from longseq.tasks.data.module import NO_DETAILS, TOP_K, Inputs, Prediction, Unreadable, decided_details, predictions_of
+from longseq.tasks.image.config import DataInfo
 from longseq.tasks.image.datasets import stack_images
 from longseq.tasks.image.decoding import decode, first_line
 from longseq.tasks.image.files import find_images
-from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.transforms import denormalize, evaluation_transform, normalize
 
 _log = logging.getLogger(__name__)

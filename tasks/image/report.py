@@ -18,8 +18,8 @@ from torchvision.transforms.functional import pil_to_tensor, to_pil_image
 
 from longseq.blocks.sharding import has_shards
 from longseq.tasks.data.sampler import EvaluationSampler
+from longseq.tasks.image.config import DataInfo
 from longseq.tasks.image.datasets import EvaluationBatches
-from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.module import ImageClassifier
 from longseq.tasks.image.predict import saliency, shade
 from longseq.tasks.image.sources import Split

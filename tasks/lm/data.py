@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from longseq.tasks.config import read
 from longseq.tasks.data.loader import BatchLoader, TrainingLoader, find_place, follow
 from longseq.tasks.data.module import TaskData, refuse_larger_shares, same_root
 from longseq.tasks.data.sampler import UpdateSampler
-from longseq.tasks.text.batch import WindowBatches
-from longseq.tasks.text.corpora import fractions_of, keep_tokenizer, open_corpora, tokenizer_of
-from longseq.tasks.text.keys import READ_BY, TextDataKeys
-from longseq.tasks.text.store import STAGES, TokenStore
-from longseq.tasks.text.tokenizer import TextInfo
+from longseq.tasks.lm.config import READ_BY, TextDataKeys
+from longseq.tasks.text.documents import Fractions
+from longseq.tasks.text.prepare import describe, plan_of, prepare
+from longseq.tasks.text.sources import STREAM, TEXT, Columns, Part, find_parts, group_files, standard_library_files
+from longseq.tasks.text.store import MANIFEST, STAGES, TokenStore, in_cache, open_store
+from longseq.tasks.text.tokenizer import TextInfo, keep_tokenizer, tokenizer_of
 from longseq.tasks.text.windows import (
     Concatenated,
     Documents,
@@ -21,14 +25,19 @@ from longseq.tasks.text.windows import (
     EveryWindow,
     MixedSampler,
     StreamSampler,
+    WindowBatches,
     Windows,
 )
 from longseq.tasks.training.checkpoint import WINDOW
 from longseq.tokenizer_files import find_start, same_tokenizer
 
+_log = logging.getLogger(__name__)
+
+_FRACTION = 0.05  # the default share of validation and of test
+
 
 class LanguageModelData(TaskData):
-    """Windows of `window` tokens for training, validation and test, in batches of `longseq.tasks.text.batch`.
+    """Windows of `window` tokens for training, validation and test, in batches of `longseq.tasks.text.windows`.
 
     `source` is one of
 
@@ -166,3 +175,43 @@ class LanguageModelData(TaskData):
 def _with_tokenizer(keys: TextDataKeys, tokenizer: Mapping[str, Any] | None) -> TextDataKeys:
     """The keys with the tokenizer of a model, if there is one."""
     return keys if tokenizer is None else keys.model_copy(update={"tokenizer": keep_tokenizer(tokenizer, keys.cache)})
+
+
+def open_corpora(keys: TextDataKeys) -> list[TokenStore]:
+    """One corpus for each entry of `data.root`, or the only one."""
+    fractions = fractions_of(keys)
+    if keys.source == "standard_library":
+        parts = list(group_files(standard_library_files(), format="python"))
+        return [_prepared(keys.source, parts, TEXT, fractions, keys)]
+    roots = [keys.root] if isinstance(keys.root, str) else keys.root or []
+    if keys.source == "tokens":
+        return [open_store(root, check=keys.check) for root in roots]
+    columns = Columns(keys.column or TEXT.text, keys.prompt_column)
+    stores = []
+    for root in roots:
+        path = root if root.startswith(STREAM) else os.path.realpath(root)
+        stores.append(_prepared(Path(root).resolve().stem, find_parts([path], columns), columns, fractions, keys))
+    return stores
+
+
+def fractions_of(keys: TextDataKeys) -> dict[str, float]:
+    """The shares of validation and test, for text that is not prepared yet."""
+    shares = {"validation": keys.validation, "test": keys.test}
+    return {split: _FRACTION if share is None else share for split, share in shares.items()}
+
+
+def _prepared(
+    name: str, parts: Sequence[Part], columns: Columns, fractions: Fractions, keys: TextDataKeys
+) -> TokenStore:
+    """The tokens of text, prepared unless the cache has them."""
+    tokenizer = keys.tokenizer or "bytes"
+
+    def write(folder: Path) -> None:
+        manifest = prepare(
+            parts, folder, columns=columns, tokenizer=tokenizer, separator=keys.separator, fractions=fractions
+        )
+        if manifest["malformed"]:
+            _log.warning("%s: %s", name, describe(manifest))
+
+    plan = plan_of(parts, columns, tokenizer, keys.separator, fractions)
+    return open_store(in_cache(name, plan, keys.cache, MANIFEST, write), check=keys.check)

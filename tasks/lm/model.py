@@ -13,8 +13,8 @@ from longseq.blocks.rotary import count_positions
 from longseq.kernels.packing import Packing
 from longseq.mixers import Mixer
 from longseq.state import fill_state, map_state, select_state, state_tensors
-from longseq.tasks.text.batch import TokenInputs
 from longseq.tasks.text.tokenizer import TextInfo
+from longseq.tasks.text.windows import TokenInputs
 from longseq.tasks.training.checkpoint import Loaded
 from longseq.tasks.training.token_model import TokenModel, build_token_model, check_tokenizer
 from longseq.tokenizer_files import same_tokenizer

@@ -15,8 +15,8 @@ from longseq.kernels.packing import Packing
 from longseq.tasks.data.loader import begins_with_tokens, find_entry, read_mask
 from longseq.tasks.lm.likelihood import LossByPosition, TokenLoss, to_bits
 from longseq.tasks.lm.model import CarriedPositions, CarriedState, packing_of
-from longseq.tasks.text.batch import IGNORED, TokenBatch, TokenInputs
 from longseq.tasks.text.tokenizer import TextInfo
+from longseq.tasks.text.windows import IGNORED, TokenBatch, TokenInputs
 from longseq.tasks.training.module import TrainedModule
 from longseq.tasks.training.recipe import Training
 from longseq.tasks.training.token_model import PluginMixers

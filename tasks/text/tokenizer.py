@@ -12,8 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from longseq import tokenizer_files
+from longseq.hub import find_source
+from longseq.models import read
 from longseq.tasks.data.info import Info
-from longseq.tokenizer_files import SEPARATORS
+from longseq.tasks.text.store import in_cache
+from longseq.tasks.training.system import write_text
+from longseq.tokenizer_files import SEPARATORS, TOKENIZER_FILE
 
 Tokens = npt.NDArray[np.integer[Any]]
 
@@ -136,7 +140,7 @@ def read_tokenizer(choice: str, separator: str | None = None) -> Tokenizer:
         return ByteTokenizer()
     path = Path(choice)
     if path.is_dir():
-        path = path / tokenizer_files.TOKENIZER_FILE
+        path = path / TOKENIZER_FILE
     return tokenizer_from_dict(tokenizer_files.read_tokenizer(path, separator))
 
 
@@ -146,6 +150,23 @@ def tokenizer_from_dict(values: Mapping[str, Any]) -> Tokenizer:
     if values["kind"] == "bytes":
         return ByteTokenizer(**own)
     return FileTokenizer(values["json"], values["separator"], **own)
+
+
+def tokenizer_of(init: str | None) -> Mapping[str, Any] | None:
+    """The tokenizer of a checkpoint, folder or repository of the hub; None without one that reads text."""
+    saved = None if init is None else read(find_source(init), label=f"init={init}")
+    return None if saved is None else (saved.text or {}).get("tokenizer")
+
+
+def keep_tokenizer(tokenizer: Mapping[str, Any], cache: str | None) -> str:
+    """The value of `data.tokenizer` for a model's tokenizer: `bytes`, or a folder in the cache with its files."""
+
+    def write(folder: Path) -> None:
+        for name, text in reversed(tokenizer_files.tokenizer_files(tokenizer).items()):  # tokenizer.json last
+            write_text(folder / name, text)
+
+    is_bytes = tokenizer["kind"] == "bytes"
+    return "bytes" if is_bytes else str(in_cache("tokenizer", dict(tokenizer), cache, TOKENIZER_FILE, write))
 
 
 def trained_size(choice: str) -> int | None:

@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from longseq.tasks.data.labels import count_classes, find_weights, rarest_labels
 from longseq.tasks.data.sampler import BalancedSampler
-from longseq.tasks.image.info import DataInfo
+from longseq.tasks.image.config import DataInfo
 from longseq.tasks.image.module import ImageClassifier
 from longseq.tasks.image.transforms import BatchMixing
 from longseq.tasks.training.metrics import choose_threshold, decide, make_metrics, update_metrics

@@ -15,7 +15,7 @@ from PIL import Image
 
 from longseq.tasks import ImageDataKeys, ImageDataModule
 from longseq.tasks.commands import PrepareImages
-from longseq.tasks.image.draws import read_encoded
+from longseq.tasks.image.device import read_encoded
 from longseq.tasks.image.files import FileSource, ShardLayout
 from longseq.tasks.image.prepare import describe, prepare
 

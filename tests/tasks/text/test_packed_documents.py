@@ -14,8 +14,7 @@ from zeros import without_zeros
 from longseq import mixers
 from longseq.backbones.tokens import TokenBackbone
 from longseq.tasks.lm.module import LanguageModelTask
-from longseq.tasks.text.batch import IGNORED, WindowBatches
-from longseq.tasks.text.windows import Concatenated, EveryStream, Windows
+from longseq.tasks.text.windows import IGNORED, Concatenated, EveryStream, WindowBatches, Windows
 
 VOCABULARY = 64
 

@@ -10,15 +10,17 @@ import numpy as np
 import pytest
 from corpora import SEPARATOR, make_corpus
 
-from longseq.tasks.text.batch import IGNORED, TokenBatch, WindowBatches
 from longseq.tasks.text.store import Corpus
 from longseq.tasks.text.windows import (
+    IGNORED,
     Concatenated,
     Documents,
     EveryStream,
     EveryWindow,
     MixedSampler,
     StreamSampler,
+    TokenBatch,
+    WindowBatches,
     Windows,
 )
 
