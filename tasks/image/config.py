@@ -40,7 +40,7 @@ class ImageDataKeys(Keys):
     """The keys of `data`; `ImageDataModule` documents them."""
 
     name: str = key(..., "the name in tables")
-    source: str = key(..., "digits, fashion_mnist, cifar10, folder, csv, shards, own, hfds/, hfids/, wds/, torch/NAME")
+    source: str = key(..., "digits, fashion_mnist, cifar10, folder, csv, own, hfds/, hfids/, wds/, torch/NAME")
     img_size: Count = key(..., "pixels of a side in training and evaluation")
     root: str | None = key(None, "the folder of the data")
     download: bool = key(False, "true: fetch the data if they are not in root")
@@ -75,8 +75,8 @@ class ImageDataKeys(Keys):
     @model_validator(mode="after")
     def _agree(self) -> ImageDataKeys:
         check_label_keys(self.multi_label, self.label_column, self.label_delimiter)
-        if self.class_map is not None and self.source in ("csv", "shards"):
-            raise ValueError(f"class_map is for folders: source={self.source} has its own labels")
+        if self.class_map is not None and self.source == "csv":
+            raise ValueError("class_map is for folders: source=csv has its own labels")
         return self
 
 

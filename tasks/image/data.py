@@ -25,7 +25,6 @@ from longseq.tasks.image.device import DeviceTransform, EncodedTrainingBatches, 
 from longseq.tasks.image.files import (
     FolderLayout,
     Layout,
-    ShardLayout,
     TableLayout,
     class_numbers,
     names_by_number,
@@ -60,7 +59,6 @@ _KINDS = {"train": "train", "val": "validation", "test": "test"}
 _LAYOUTS: Mapping[str, type[Layout] | None] = {
     "folder": FolderLayout,
     "csv": TableLayout,
-    "shards": ShardLayout,
     OWN: OwnLayout,
     "torch/folder": FolderLayout,
     "torch/image_folder": FolderLayout,
@@ -70,7 +68,7 @@ _LAYOUTS: Mapping[str, type[Layout] | None] = {
 class ImageDataModule(TaskData):
     """Images of one source, augmented for training, with fixed sets for validation and test.
 
-    `source` is digits, fashion_mnist, cifar10, folder (a folder or a .tar with class folders), shards, csv (see
+    `source` is digits, fashion_mnist, cifar10, folder (a folder or a .tar with class folders), csv (see
     `longseq.tasks.image.files`), own (Datasets, see `longseq.tasks.image.sources.DatasetSource`), or a name that timm
     reads: hfds/NAME, torch/NAME, and the streams hfids/NAME and wds/NAME. Batches are (images, targets): uint8 images
     on the host, and normalised float32 [B, C, S, S] on the device. Targets are int64 [B], with `multi_label` float32

@@ -1,22 +1,9 @@
-"""Images in files: class folders, tar files, tables and shards, and where each of them keeps its splits.
-
-A folder of shards, which `longseq prepare task=image` writes, holds for each split (train, validation, test):
-
-    SPLIT-000000.tar, ...   each image as KEY.jpg (or another ending), and its class number as KEY.cls, or its labels as
-                            KEY.json ({"labels": [names]}): the layout of WebDataset
-    SPLIT.index.npy         int64 [N, 3]: shard, offset and length of the image's bytes
-    SPLIT.targets.npy       int64 [N], class numbers; or uint8 [N, classes] of 0 and 1, several labels
-    SPLIT.names.txt         N lines: the image's path in the input, relative to its folder, as JSON text
-
-and manifest.json: the class names, the shards, and the images that could not be read. The manifest is written last: a
-folder without it is incomplete.
-"""
+"""Images in files: class folders, tar files and tables, and where each of them keeps its splits."""
 
 from __future__ import annotations
 
 import csv
 import io
-import json
 import os
 import tarfile
 from abc import ABC, abstractmethod
@@ -46,7 +33,6 @@ SPLIT_KEYS = {"train": "train_split", "validation": "val_split", "test": "test_s
 
 # The default column of file names, as in Hugging Face's image folders.
 FILE_COLUMN = "file_name"
-MANIFEST = "manifest.json"
 
 
 class Layout(ABC):
@@ -327,37 +313,3 @@ def _read_rows(path: Path, keys: ImageDataKeys) -> Iterator[tuple[int, str, Labe
             except ValueError as error:
                 raise ValueError(f"{path}, line {line}: {error}") from None
             yield line, image, labels
-
-
-class ShardLayout(Layout):
-    """A folder of shards. ValueError if it was prepared with another `multi_label`."""
-
-    def __init__(self, keys: ImageDataKeys) -> None:
-        super().__init__(keys)
-        self.manifest = json.loads(Path(self.root, MANIFEST).read_text(encoding="utf-8"))
-        if self.manifest["multi_label"] != keys.multi_label:
-            found = str(self.manifest["multi_label"]).lower()
-            raise ValueError(f"data.root={self.root} was prepared with multi_label={found}")
-        self.names = {kind: kind for kind in SPLIT_NAMES}
-        self.whole = "train" if list(self.manifest["splits"]) == ["train"] else None
-
-    def find(self, kind: str, name: str) -> str | None:
-        return name if name in self.manifest["splits"] else None
-
-    def open(self, part: str, class_names: Sequence[str] | None = None) -> FileSource:
-        """The images of a part. Classes are numbered as in `class_names` if these are the same classes."""
-        root, names = Path(self.root), self.manifest["class_names"]
-        targets = np.load(root / f"{part}.targets.npy")
-        if class_names is not None and set(class_names) == set(names):
-            if self.keys.multi_label:
-                targets = targets[:, [names.index(name) for name in class_names]]
-            else:
-                targets = np.array([list(class_names).index(name) for name in names])[targets]
-            names = class_names
-        shards = [str(root / shard) for shard in self.manifest["splits"][part]["shards"]]
-        index = np.load(root / f"{part}.index.npy").tolist()
-        places = [(shards[shard], offset, size) for shard, offset, size in index]
-        lines = (root / f"{part}.names.txt").read_text(encoding="utf-8").splitlines()
-        paths = [f"{shards[shard]}/{json.loads(line)}" for (shard, _, _), line in zip(index, lines, strict=True)]
-        targets = targets.astype(np.float32) if self.keys.multi_label else targets
-        return FileSource(f"{self.root}/{part}", names, targets, paths, places)
