@@ -26,7 +26,7 @@ from torch.utils.data import Dataset, Sampler
 
 from longseq.kernels.packing import Packing
 from longseq.tasks.data.loader import Batch
-from longseq.tasks.data.sampler import BalancedDraw, UpdateSampler, derive_seed
+from longseq.tasks.data.sampler import EpochOrder, UpdateSampler, derive_seed
 from longseq.tasks.text.store import Corpus, Integers
 from longseq.tasks.text.windows import IGNORED as IGNORED
 
@@ -200,7 +200,7 @@ class PackedSampler(UpdateSampler[Chosen]):
     which devices and accumulated batches share; their number depends only on its size and the documents' lengths. Each
     epoch packs all documents anew, in its own order, and leaves out the last rows if they do not fill an effective
     batch. With `classes [N]` an epoch draws as many documents, each class equally often (see
-    `longseq.tasks.data.sampler.BalancedSampler`). ValueError for a document longer than the budget, for fewer tokens
+    `longseq.tasks.data.sampler.EpochOrder`). ValueError for a document longer than the budget, for fewer tokens
     than an update needs, and for rows that do not divide evenly.
     """
 
@@ -219,7 +219,7 @@ class PackedSampler(UpdateSampler[Chosen]):
         self.longest = int(lengths.max())
         if self.longest > batch_size:
             raise ValueError(f"the longest training document has {self.longest} tokens, and a batch holds {batch_size}")
-        self._balanced = None if classes is None else BalancedDraw(classes)
+        self._order = EpochOrder(self.num_samples, classes)
         effective = self.effective_batch_size
         self.rows = row_count(lengths, effective)
         if self.rows % self.parts:
@@ -254,10 +254,7 @@ class PackedSampler(UpdateSampler[Chosen]):
 
     def _pack(self, *draw: int) -> list[list[int]]:
         generator = np.random.default_rng(derive_seed(self.seed, *draw))
-        if self._balanced is None:
-            order = generator.permutation(self.num_samples).tolist()
-        else:
-            order, _ = self._balanced.draw(self.num_samples, generator)
+        order, _ = self._order.draw(self.num_samples, generator)
         return list(pack(self.lengths, order, self.row, self.slots))
 
 

@@ -28,8 +28,7 @@ from longseq.tasks.document.inputs import DocumentFiles
 from longseq.tasks.document.model import LINEAR
 from longseq.tasks.document.sources import Reader, Sample
 from longseq.tasks.text import store
-from longseq.tasks.text.documents import batched, encode
-from longseq.tasks.text.prepare import manifest_of
+from longseq.tasks.text.prepare import batched, encode, manifest_of
 from longseq.tasks.text.sources import Document, Malformed
 from longseq.tasks.text.store import SPLITS, STAGES, Integers, in_cache
 from longseq.tasks.text.tokenizer import (

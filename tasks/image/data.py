@@ -18,7 +18,7 @@ from longseq.tasks.config import read
 from longseq.tasks.data.labels import count_classes, find_weights, name_some, rarest_labels
 from longseq.tasks.data.loader import Batch, BatchLoader, Failure, TrainingLoader, find_place, follow, work_ahead
 from longseq.tasks.data.module import TaskData, same_root
-from longseq.tasks.data.sampler import BalancedSampler, EvaluationSampler, TrainingSampler
+from longseq.tasks.data.sampler import EvaluationSampler, TrainingSampler
 from longseq.tasks.image.config import LABEL_KEYS, OWN, OWN_KEYS, Augmentation, DataInfo, ImageDataKeys
 from longseq.tasks.image.datasets import EvaluationBatches, StreamBatches, StreamLoader, TrainingBatches
 from longseq.tasks.image.device import DeviceTransform, EncodedTrainingBatches, TrainingDraws
@@ -75,7 +75,7 @@ class ImageDataModule(TaskData):
     [B, classes] of 0 and 1.
     `batch_size` is the training batch of one device. Training draws are functions of (seed, epoch, sample, repeat).
     `split_seed`, not the seed of the run, chooses the validation images that are held out. For classes of different
-    sizes, see `longseq.tasks.data.labels.find_weights` and `longseq.tasks.data.sampler.BalancedSampler`.
+    sizes, see `longseq.tasks.data.labels.find_weights` and `longseq.tasks.data.sampler.EpochOrder`.
     """
 
     keys_class, info_class = ImageDataKeys, DataInfo
@@ -289,11 +289,12 @@ class ImageDataModule(TaskData):
         return TrainingLoader(batches, self._sampler(split), **options, **follow(self.trainer))
 
     def _sampler(self, train: Split) -> TrainingSampler:
-        options: dict[str, Any] = {"seed": self.seed, "repeats": self.repeats, **find_place(self.trainer)._asdict()}
-        if self.keys.sampling is None:
-            return TrainingSampler(len(train), self.batch_size, **options)
-        targets = self._training_targets(self.info.num_classes)
-        return BalancedSampler(rarest_labels(targets), self.batch_size, **options)
+        balanced = self.keys.sampling is not None
+        classes = rarest_labels(self._training_targets(self.info.num_classes)) if balanced else None
+        place = find_place(self.trainer)._asdict()
+        return TrainingSampler(
+            len(train), self.batch_size, repeats=self.repeats, classes=classes, seed=self.seed, **place
+        )
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> tuple[Tensor, Tensor]:
         """Normalise on the device: the host then transfers a quarter of the bytes."""

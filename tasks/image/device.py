@@ -27,12 +27,11 @@ from torchvision import transforms
 from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms.functional import pil_to_tensor, rgb_to_grayscale
 
-from longseq.tasks.data.labels import LabelError
 from longseq.tasks.data.loader import UNREADABLE, Batch, Failure
 from longseq.tasks.data.sampler import SampleIndex
 from longseq.tasks.image.config import Augmentation, DataInfo
 from longseq.tasks.image.datasets import REPLACEMENTS, TrainingBatches, as_targets, read_or_failure, replace_position
-from longseq.tasks.image.decoding import decode, find_jpeg_size, first_line
+from longseq.tasks.image.decoding import decode, find_jpeg_size
 from longseq.tasks.image.sources import Split
 from longseq.tasks.image.transforms import list_operations, training_steps
 
@@ -197,21 +196,14 @@ class EncodedImages(NamedTuple):
     values: Tensor
 
 
-def read_encoded(split: Split, position: int) -> tuple[EncodedFile, Any] | Failure:
-    """The file at a position of a split and its class, or why it cannot be read."""
-    index = int(split.indices[position])
-    read_file = getattr(split.source, "read_file", None)
-    if read_file is None:
-        found = read_or_failure(split, position)
-        return found if isinstance(found, Failure) else (_as_pixels(found[0]), found[1])
-    try:
-        data, target = read_file(index)
-        size = find_jpeg_size(data)
-        return (_as_pixels(decode(io.BytesIO(data))) if size is None else EncodedFile(data, size, True)), target
-    except LabelError as error:
-        return Failure(split.source.path(index), str(error), stops=True)
-    except UNREADABLE as error:
-        return Failure(split.source.path(index), first_line(error))
+def read_encoded(source: Any, index: int) -> tuple[EncodedFile, Any]:
+    """The file of an image of a source, and its class."""
+    if not hasattr(source, "read_file"):
+        image, target = source.read(index)
+        return _as_pixels(image), target
+    data, target = source.read_file(index)
+    size = find_jpeg_size(data)
+    return (_as_pixels(decode(io.BytesIO(data))) if size is None else EncodedFile(data, size, True)), target
 
 
 def _as_pixels(image: Image.Image) -> EncodedFile:
@@ -221,10 +213,11 @@ def _as_pixels(image: Image.Image) -> EncodedFile:
 class EncodedTrainingBatches(TrainingBatches):
     """`TrainingBatches` that a `DeviceTransform` finishes: inputs are `EncodedImages`."""
 
+    read_source = staticmethod(read_encoded)
+
     def __init__(self, split: Split, draws: TrainingDraws, seed: int) -> None:
         super().__init__(split, draws, seed)
         self.size = draws.size
-        self.read = read_encoded
 
     def __getitem__(self, indices: list[SampleIndex]) -> Batch:
         failures: list[Failure] = []

@@ -13,8 +13,7 @@ from longseq.tasks.data.loader import BatchLoader, TrainingLoader, find_place, f
 from longseq.tasks.data.module import TaskData, refuse_larger_shares, same_root
 from longseq.tasks.data.sampler import UpdateSampler
 from longseq.tasks.lm.config import READ_BY, TextDataKeys
-from longseq.tasks.text.documents import Fractions
-from longseq.tasks.text.prepare import describe, plan_of, prepare
+from longseq.tasks.text.prepare import Fractions, describe, plan_of, prepare
 from longseq.tasks.text.sources import STREAM, TEXT, Columns, Part, find_parts, group_files, standard_library_files
 from longseq.tasks.text.store import MANIFEST, STAGES, TokenStore, in_cache, open_store
 from longseq.tasks.text.tokenizer import TextInfo, keep_tokenizer, tokenizer_of
@@ -46,7 +45,7 @@ class LanguageModelData(TaskData):
     - `standard_library`: the bytes of Python's own modules.
 
     Text is prepared once and kept in `cache`. `validation` and `test` are shares of the
-    documents (see `longseq.tasks.text.documents.split_numbers`). Several roots are mixed by `weights`; without weights
+    documents (see `longseq.tasks.text.prepare.split_numbers`). Several roots are mixed by `weights`; without weights
     an epoch reads each of them once.
 
     `packing=concatenated` cuts documents that are put end to end; `documents` packs whole documents by best fit and

@@ -235,33 +235,22 @@ class StreamSampler(_WindowSampler):
         return give
 
 
-class EveryWindow(Sampler[list[WindowIndex]]):
+class EveryWindow(EvaluationSampler):
     """Yields batches for evaluation: every window of every corpus once over all ranks, as many batches on each rank.
 
     After `keep_order` the windows are in order, and rank r of n has every n-th batch, from batch r on.
     """
 
     def __init__(self, counts: Sequence[int], batch_size: int, *, rank: int = 0, world_size: int = 1) -> None:
-        self.ends = np.cumsum(counts)
-        self.counts, self.world_size = counts, world_size
-        self.positions = EvaluationSampler(int(self.ends[-1]), batch_size, rank=rank, world_size=world_size)
-        self._in_order = False
+        super().__init__(sum(counts), batch_size, rank=rank, world_size=world_size)
+        self.counts, self.ends = counts, np.cumsum(counts)
 
-    def keep_order(self) -> None:
-        """Read the windows in their order, for predictions."""
-        self._in_order = True
-
-    def __len__(self) -> int:
-        return len(self.positions)
-
-    def __iter__(self) -> Iterator[list[WindowIndex]]:
-        size, count, rank = self.positions.batch_size, self.positions.num_samples, self.positions.rank
+    def __iter__(self) -> Iterator[list[WindowIndex]]:  # type: ignore[override]
         for number in range(len(self)):
-            if self._in_order:  # full batches, because a missing window would have predictions of its own
-                first = (rank + self.world_size * number) * size
-                positions = list(range(first, min(first + size, count)))
-            else:
-                positions = self.positions.batch(number)
+            positions = self.batch(number)
+            if self.in_order:  # full batches, because a missing window would have predictions of its own
+                first = (self.rank + self.world_size * number) * self.batch_size
+                positions = list(range(first, min(first + self.batch_size, self.num_samples)))
             corpora = np.searchsorted(self.ends, positions, side="right").tolist()
             yield [
                 WindowIndex(corpus, position - int(self.ends[corpus]) + self.counts[corpus])
