@@ -75,11 +75,6 @@ def find_entry(batch: Mapping[str, Any], names: Sequence[str], what: str) -> Any
     raise KeyError(f"a batch without {what}")
 
 
-def likeliest_classes(targets: Tensor) -> Tensor:
-    """The classes `[B]` of targets `[B]`, or the most probable ones of probabilities `[B, C]`."""
-    return targets.argmax(dim=1) if targets.ndim == 2 else targets
-
-
 def check_class_numbers(targets: Tensor, num_classes: int) -> None:
     """ValueError for labels `[B]` that are not class numbers; floats may be whole numbers."""
     fits = (targets >= 0) & (targets < num_classes)
@@ -106,11 +101,6 @@ def read_mask(batch: Mapping[str, Any], tokens: Tensor) -> Tensor:
     if mask.shape != tokens.shape:
         raise ValueError(f"attention_mask {list(mask.shape)} does not fit the tokens {list(tokens.shape)}")
     return mask
-
-
-def begins_with_tokens(mask: Tensor) -> bool:
-    """True if each row of a mask `[N, T]` has its tokens first and the padding after them."""
-    return not bool((mask[:, 1:] & ~mask[:, :-1]).any())
 
 
 class BatchLoader(DataLoader[Batch]):

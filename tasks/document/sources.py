@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,7 @@ from longseq.tasks import registry
 from longseq.tasks.data.generators import CLOSE, IGNORED, draw, listops
 from longseq.tasks.data.labels import Labels, read_labels
 from longseq.tasks.data.sampler import derive_seed
+from longseq.tasks.document.config import DocumentDataKeys
 from longseq.tasks.text.sources import (
     STREAM,
     TEXT,
@@ -52,9 +53,6 @@ from longseq.tasks.text.sources import (
     read_part,
 )
 from longseq.tasks.text.store import SPLITS, stamp
-
-if TYPE_CHECKING:
-    from longseq.tasks.document.config import DocumentDataKeys
 
 
 class Sample(NamedTuple):

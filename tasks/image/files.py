@@ -9,7 +9,7 @@ import tarfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from PIL import Image
@@ -18,11 +18,8 @@ from timm.utils.misc import natural_key
 
 from longseq.tasks.data.labels import LABEL_COLUMN, Labels, name_some, no_column, read_labels, sort_names, targets_of
 from longseq.tasks.data.module import same_root
+from longseq.tasks.image.config import ImageDataKeys
 from longseq.tasks.image.decoding import decode, is_hidden, is_image
-
-if TYPE_CHECKING:
-    from longseq.tasks.image.config import ImageDataKeys
-    from longseq.tasks.image.sources import Source
 
 ClassMap = str | Mapping[str, int] | None
 
@@ -33,6 +30,26 @@ SPLIT_KEYS = {"train": "train_split", "validation": "val_split", "test": "test_s
 
 # The default column of file names, as in Hugging Face's image folders.
 FILE_COLUMN = "file_name"
+
+
+class Source(Protocol):
+    """Images with random access."""
+
+    class_names: list[str]
+
+    def __len__(self) -> int: ...
+
+    def read(self, index: int) -> tuple[Image.Image, Any]:
+        """The decoded image and its class, or [C] of 0 and 1 for several labels.
+
+        Raises one of UNREADABLE, or LabelError for a wrong label.
+        """
+
+    def path(self, index: int) -> str:
+        """The name of the image in messages and tables."""
+
+    def targets(self) -> np.ndarray | None:
+        """All classes [N], or [N, C] of 0 and 1 for several labels; None if unknown before the images are read."""
 
 
 class Layout(ABC):

@@ -17,7 +17,6 @@ from longseq.tasks.data.loader import (
     check_class_numbers,
     check_several_labels,
     find_entry,
-    likeliest_classes,
 )
 from longseq.tasks.image.config import DataInfo
 from longseq.tasks.image.model import state_data, state_decision
@@ -224,7 +223,8 @@ class ImageClassifier(ClassifierModule):
                 loss = functional.cross_entropy(logits, targets)
             metrics["loss"].update(loss, weight=len(targets))
         measured = torch.zeros(0, self.num_classes, device=targets.device) if logits is None else logits
-        classes = targets.long() if self.multi_label else likeliest_classes(targets)
+        is_distribution = targets.ndim == 2 and not self.multi_label
+        classes = targets.argmax(dim=1) if is_distribution else targets.long()
         self.measure(self.rankable(measured), classes, metrics, stage)
         return logits
 

@@ -179,7 +179,9 @@ def _arrays(partial: Path, count: int, name: str) -> list[Any]:
 
 def _join(count: int, tokenizer: Tokenizer, fractions: Fractions, partial: Path, output: Path) -> dict[str, Any]:
     """Write the files of all splits; returns the manifest."""
-    kept = first_of_equal(np.concatenate(_arrays(partial, count, "hashes")))
+    hashes = np.concatenate(_arrays(partial, count, "hashes"))
+    kept = np.zeros(len(hashes), bool)  # False for each document that equals an earlier one
+    kept[np.unique(hashes, axis=0, return_index=True)[1]] = True
     has_prompts = any(prompts.any() for prompts in _arrays(partial, count, "prompts"))
     types = file_types(tokenizer.vocab_size, prompts=has_prompts)
     writers = {split: SplitWriter(output, split, types) for split in SPLITS}
@@ -266,13 +268,6 @@ def hashes_of(documents: Sequence[Document]) -> np.ndarray:
         content = len(prompt).to_bytes(8, "little") + prompt + one.text.encode()
         digests.append(hashlib.blake2b(content, digest_size=16).digest())
     return np.frombuffer(b"".join(digests), "<u8").reshape(-1, 2)
-
-
-def first_of_equal(hashes: np.ndarray) -> np.ndarray:
-    """`[N]` bool, False for each document that equals an earlier one."""
-    keep = np.zeros(len(hashes), bool)
-    keep[np.unique(hashes, axis=0, return_index=True)[1]] = True
-    return keep
 
 
 def split_numbers(hashes: np.ndarray, fractions: Fractions) -> np.ndarray:

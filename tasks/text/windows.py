@@ -7,9 +7,8 @@ A loader yields `(TokenInputs, targets)`. Every document begins with the separat
 inputs are `separator, t_1, ..., t_n`, its targets `t_1, ..., t_n, separator`. So each token of a document is predicted,
 also the first one, and none from another document.
 
-    (inputs, targets) = batch
-    packing = Packing(inputs.cu_seqlens, inputs.tokens.shape[1], max_seqlen=inputs.max_seqlen)
-    logits, _ = model(inputs.tokens, cu_seqlens=packing)              # [1, B * T, vocabulary]
+    inputs, targets = batch
+    logits, _ = model(inputs.tokens, cu_seqlens=inputs.packing)       # [1, B * T, vocabulary]
     loss = cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
 """
 
@@ -27,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
+from longseq.kernels.packing import Packing
 from longseq.tasks.data.loader import Batch
 from longseq.tasks.data.sampler import EvaluationSampler, UpdateSampler, derive_seed
 from longseq.tasks.text.store import Corpus, Integers
@@ -314,6 +314,18 @@ class TokenInputs(NamedTuple):
     byte_count: int | None
     carry: Carry | None = None
     mask: Tensor | None = None
+
+    @property
+    def sequences(self) -> int:
+        """The sequences, each with its own state."""
+        return len(self.tokens) if self.cu_seqlens is None else len(self.cu_seqlens) - 1
+
+    @property
+    def packing(self) -> Packing | None:
+        """The borders of the sequences, for a model; None for rows that are not packed."""
+        if self.cu_seqlens is None:
+            return None
+        return Packing(self.cu_seqlens, self.tokens.shape[1], max_seqlen=self.max_seqlen)
 
 
 TokenBatch = tuple[TokenInputs, Tensor]
