@@ -43,8 +43,6 @@ class Predict(FromCheckpoint):
     column: str | None = key(None, "of documents: the column of the text; null: as in training")
     truncation: Literal["none"] | None = key(None, "of documents: none reads them whole; null: as in training")
     segment: Count | None = key(None, "of documents: tokens in memory at once; null: as in training, or 8192")
-    saliency: str | None = key(None, "of images: a FOLDER for pictures of the pixels that move the score of a class")
-    saliency_class: str | int | None = key(None, "the name of that class; null: the predicted one")
     device: str = key("auto", "auto: the GPU if there is one; cpu, cuda, cuda:1, ...")
 
 

@@ -21,7 +21,6 @@ from longseq.tasks.data.sampler import EvaluationSampler
 from longseq.tasks.image.config import DataInfo
 from longseq.tasks.image.datasets import EvaluationBatches
 from longseq.tasks.image.module import ImageClassifier
-from longseq.tasks.image.predict import saliency, shade
 from longseq.tasks.image.sources import Split
 from longseq.tasks.image.transforms import denormalize, evaluation_transform
 from longseq.tasks.training import targets
@@ -56,7 +55,6 @@ class ImageReport(ClassReport):
 @targets.register("callback")
 class SamplePredictions(Callback):
     """Adds `val/samples`: images from the whole validation split, with the predicted and the true class.
-    `val/saliency` shows which of their pixels change the score of the predicted class.
 
     All runs on the same data show the same `count` images, in their validations 1, 2, 4, 8, ... Models that are sharded
     over processes have none.
@@ -82,13 +80,11 @@ class SamplePredictions(Callback):
         images, true = trainer.strategy.batch_to_device(converted, module.device)
         devices = [module.device] if module.device.type == "cuda" else []
         with trainer.precision_plugin.forward_context(), torch.random.fork_rng(devices):
-            found = [saliency(module, part) for part in images.split(datamodule.batch_size)]
-        logits, maps = (torch.cat(parts) for parts in zip(*found, strict=True))
+            logits = torch.cat([module(part).float() for part in images.split(datamodule.batch_size)])
         info: DataInfo = datamodule.info
-        pixels = denormalize(images, info).cpu()
         labels = [spell_targets(one, info) for one in (module.decide(logits), true)]
-        for name, shown in (("val/samples", pixels), ("val/saliency", shade(pixels, maps.cpu()))):
-            board.experiment.add_image(name, draw_predictions(shown, *labels), trainer.global_step - 1)
+        picture = draw_predictions(denormalize(images, info).cpu(), *labels)
+        board.experiment.add_image("val/samples", picture, trainer.global_step - 1)
 
 
 @targets.register("callback")
