@@ -16,8 +16,8 @@ from typing_extensions import Self
 from longseq.tasks.commands import Predict
 from longseq.tasks.config import read
 from longseq.tasks.data.info import Info
-from longseq.tasks.data.loader import Batch, BatchLoader, TrainingLoader, find_place, follow
-from longseq.tasks.data.sampler import EvaluationSampler, SampleIndex, TrainingSampler
+from longseq.tasks.data.loader import Batch, BatchLoader, TrainingLoader, find_place
+from longseq.tasks.data.sampler import EvaluationSampler, SampleIndex, TrainingSampler, UpdateSampler
 from longseq.tasks.training.metrics import decide
 
 SPLITS = ("train", "val", "test")
@@ -176,6 +176,12 @@ class TaskData(LightningDataModule, ABC):
         pin_memory = getattr(self.keys, "pin_memory", False) and torch.cuda.is_available()
         return {"num_workers": getattr(self.keys, "num_workers", 0), "pin_memory": pin_memory}
 
+    def training_loader(self, batches: Dataset[Batch], sampler: UpdateSampler[Any], **options: Any) -> TrainingLoader:
+        """A loader of training batches that resumes in the middle of an epoch."""
+        trainer: Any = self.trainer
+        progress = None if trainer is None else trainer.fit_loop.epoch_loop.batch_progress
+        return TrainingLoader(batches, sampler, **self.loader_options(), progress=progress, **options)
+
     @property
     def info(self) -> Any:
         """The `Info` for models and checkpoints; available after `setup`."""
@@ -231,7 +237,7 @@ class SampleData(TaskData):
 
     def train_dataloader(self) -> TrainingLoader:
         batches = _Batches(self._set("train"))
-        return TrainingLoader(batches, self._training_sampler(), **self.loader_options(), **follow(self.trainer))
+        return self.training_loader(batches, self._training_sampler())
 
     def evaluation_loader(self, stage: str) -> BatchLoader:
         rank, world_size, _ = find_place(self.trainer)

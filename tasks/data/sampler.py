@@ -83,6 +83,12 @@ class UpdateSampler(Sampler[BatchT]):
         """The updates of a whole epoch."""
         return self.num_samples // self.effective_batch_size
 
+    def require_update(self, unit: str) -> None:
+        """ValueError if an epoch has fewer samples, called `unit`, than an update needs."""
+        if self.updates == 0:
+            needed = self.effective_batch_size
+            raise ValueError(f"an update needs {needed} {unit}, and there are {self.num_samples}")
+
     @abstractmethod
     def shuffle(self) -> Callable[[int, int], BatchT]:
         """Draw the order of the epoch; returns the function of (update, part) that gives a batch."""
@@ -119,11 +125,8 @@ class TrainingSampler(UpdateSampler[list[SampleIndex]]):
         **options: int,
     ) -> None:
         super().__init__(batch_size, **options)  # type: ignore[arg-type]
-        if self.effective_batch_size > num_samples:
-            raise ValueError(
-                f"an update needs {self.effective_batch_size} training samples, and there are {num_samples}"
-            )
         self.num_samples, self.repeats = num_samples, repeats
+        self.require_update("training samples")
         self._order = EpochOrder(num_samples, classes)
 
     def shuffle(self) -> Callable[[int, int], list[SampleIndex]]:

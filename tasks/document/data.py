@@ -19,7 +19,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from longseq.plugins import plugin_of
 from longseq.tasks.config import read
 from longseq.tasks.data.labels import Labels, count_classes, find_weights, rarest_labels, sort_names, targets_of
-from longseq.tasks.data.loader import BatchLoader, TrainingLoader, find_place, follow
+from longseq.tasks.data.loader import BatchLoader, TrainingLoader, find_place
 from longseq.tasks.data.module import TaskData, refuse_larger_shares, same_root
 from longseq.tasks.document import sources
 from longseq.tasks.document.batch import DocumentBatches, EveryDocument, PackedSampler, Split
@@ -28,7 +28,7 @@ from longseq.tasks.document.inputs import DocumentFiles
 from longseq.tasks.document.model import LINEAR
 from longseq.tasks.document.sources import Reader, Sample
 from longseq.tasks.text import store
-from longseq.tasks.text.prepare import batched, encode, manifest_of
+from longseq.tasks.text.prepare import Encoded, batched, encode, manifest_of
 from longseq.tasks.text.sources import Document, Malformed
 from longseq.tasks.text.store import SPLITS, STAGES, Integers, in_cache
 from longseq.tasks.text.tokenizer import (
@@ -192,7 +192,7 @@ class DocumentData(TaskData):
         sampler = copy.copy(self._sample())  # the loader counts epochs in it
         crops = self.seed if self.keys.random_crops else None
         batches = DocumentBatches(self._splits["train"], self.batch_size, sampler.longest, crops=crops)
-        return TrainingLoader(batches, sampler, **self.loader_options(), **follow(self.trainer))
+        return self.training_loader(batches, sampler)
 
     def evaluation_loader(self, stage: str) -> BatchLoader:
         rank, world_size, _ = find_place(self.trainer)
@@ -414,8 +414,8 @@ def _write(reader: Reader, tokenizer: Tokenizer | Bare, folder: Path) -> None:
 
     for batch in batched(readable()):
         labels = np.array([numbers.setdefault(one.labels, len(numbers)) for one in batch], np.int64)
-        tokens, lengths, byte_counts, hashes = _encode(batch, tokenizer)
-        writer.add(tokens, lengths, byte_counts, labels=labels, hashes=hashes)
+        one = _encode(batch, tokenizer)
+        writer.add(one.tokens, one.lengths, one.byte_counts, labels=labels, hashes=one.hashes)
     (folder / _LEFT_OUT).write_text("".join(f"{line}\n" for line in left_out), encoding="utf-8")
     manifest = {
         **manifest_of(tokenizer, folder),
@@ -426,17 +426,14 @@ def _write(reader: Reader, tokenizer: Tokenizer | Bare, folder: Path) -> None:
     write_text(folder / store.MANIFEST, json.dumps(manifest, indent=1) + "\n")
 
 
-def _encode(batch: list[Sample], tokenizer: Tokenizer | Bare) -> tuple[Any, Any, Any, Any]:
-    """Tokens end to end, lengths, bytes and hashes of documents."""
+def _encode(batch: list[Sample], tokenizer: Tokenizer | Bare) -> Encoded:
     if isinstance(tokenizer, Bare):
         documents = [np.asarray(one.document) for one in batch]
         digests = [hashlib.blake2b(one.astype("<i8").tobytes(), digest_size=16).digest() for one in documents]
         lengths = np.array([len(one) for one in documents], np.int64)
         hashes = np.frombuffer(b"".join(digests), "<u8").reshape(-1, 2)
-        return np.concatenate(documents), lengths, np.zeros_like(lengths), hashes
-    texts = (Document(str(one.document), place=one.place) for one in batch)
-    encoded = encode(texts, tokenizer)
-    return encoded.tokens, encoded.lengths, encoded.byte_counts, encoded.hashes
+        return Encoded(np.concatenate(documents), lengths, np.zeros_like(lengths), np.zeros_like(lengths), hashes)
+    return encode((Document(str(one.document), place=one.place) for one in batch), tokenizer)
 
 
 def divide(found: Labelled, fractions: Mapping[str, float], *, multi_label: bool) -> dict[str, Integers]:

@@ -109,11 +109,6 @@ def register(name: str, source: Source) -> None:
     SOURCES[name] = source
 
 
-def preparation_of(name: str | None) -> Callable[[str], str] | None:
-    """The function `prepare` of the source of a model's training."""
-    return None if name is None else find(name).prepare
-
-
 def find(name: str) -> Source:
     """The source that `data.source` names."""
     if name not in SOURCES:

@@ -16,7 +16,7 @@ from typing_extensions import Self
 
 from longseq.tasks.config import read
 from longseq.tasks.data.labels import count_classes, find_weights, name_some, rarest_labels
-from longseq.tasks.data.loader import Batch, BatchLoader, Failure, TrainingLoader, find_place, follow, work_ahead
+from longseq.tasks.data.loader import Batch, BatchLoader, Failure, TrainingLoader, find_place, work_ahead
 from longseq.tasks.data.module import TaskData, same_root
 from longseq.tasks.data.sampler import EvaluationSampler, TrainingSampler
 from longseq.tasks.image.config import LABEL_KEYS, OWN, OWN_KEYS, Augmentation, DataInfo, ImageDataKeys
@@ -273,7 +273,7 @@ class ImageDataModule(TaskData):
             if self.keys.decode == "gpu":
                 raise ValueError("a stream needs data.decode=cpu")
             return self._stream_loader("train", training_transform(self.info, self.augmentation))
-        split, options = self.splits.train, self.loader_options()
+        split, options = self.splits.train, dict[str, Any]()
         batches: TrainingBatches
         if self.keys.decode == "cpu":
             transform = training_transform(self.info, self.augmentation)
@@ -285,8 +285,8 @@ class ImageDataModule(TaskData):
                 raise ValueError("data.decode=gpu needs a CUDA device")
             batches = EncodedTrainingBatches(split, TrainingDraws(self.info, self.augmentation), self.seed)
             work = DeviceTransform(split, self.info, self.augmentation, device, seed=self.seed)
-            options["finish"] = partial(_finish, work, device, options["num_workers"])
-        return TrainingLoader(batches, self._sampler(split), **options, **follow(self.trainer))
+            options["finish"] = partial(_finish, work, device, self.loader_options()["num_workers"])
+        return self.training_loader(batches, self._sampler(split), **options)
 
     def _sampler(self, train: Split) -> TrainingSampler:
         balanced = self.keys.sampling is not None

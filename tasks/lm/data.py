@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from longseq.tasks.config import read
-from longseq.tasks.data.loader import BatchLoader, TrainingLoader, find_place, follow
+from longseq.tasks.data.loader import BatchLoader, TrainingLoader, find_place
 from longseq.tasks.data.module import TaskData, refuse_larger_shares, same_root
 from longseq.tasks.data.sampler import UpdateSampler
 from longseq.tasks.lm.config import READ_BY, TextDataKeys
@@ -38,15 +38,10 @@ _FRACTION = 0.05  # the default share of validation and of test
 class LanguageModelData(TaskData):
     """Windows of `window` tokens for training, validation and test, in batches of `longseq.tasks.text.windows`.
 
-    `source` is one of
-
-    - `tokens`: folders of `longseq prepare` at `root`; `check` compares their checksums;
-    - `files`: text at `root`, read with `column`, `prompt_column`, `tokenizer` and `separator` as by `longseq prepare`;
-    - `standard_library`: the bytes of Python's own modules.
-
-    Text is prepared once and kept in `cache`. `validation` and `test` are shares of the
-    documents (see `longseq.tasks.text.prepare.split_numbers`). Several roots are mixed by `weights`; without weights
-    an epoch reads each of them once.
+    `source` is `tokens` (folders of `longseq prepare`), `files` (text, read as by `longseq prepare`), or
+    `standard_library` (Python's own modules). Text is prepared once and kept in `cache`; `validation` and `test` are
+    shares of its documents (see `longseq.tasks.text.prepare.split_numbers`). Several roots are mixed by `weights`;
+    without weights an epoch reads each of them once.
 
     `packing=concatenated` cuts documents that are put end to end; `documents` packs whole documents by best fit and
     cuts only those that are longer than a window; `streams` carries the state from window to window (truncated
@@ -141,7 +136,7 @@ class LanguageModelData(TaskData):
 
     def train_dataloader(self) -> TrainingLoader:
         batches, sampler = self._batches("train", self.batch_size), self._training_sampler()
-        return TrainingLoader(batches, sampler, **self.loader_options(), **follow(self.trainer))
+        return self.training_loader(batches, sampler)
 
     def _batches(self, stage: str, rows: int) -> WindowBatches:
         return WindowBatches(

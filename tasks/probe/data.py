@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, Sampler
 
 from longseq.tasks.data.generators import IGNORED, Integers, Samples, draw
 from longseq.tasks.data.info import Info
-from longseq.tasks.data.loader import Batch, BatchLoader, TrainingLoader, find_place, follow
+from longseq.tasks.data.loader import Batch, BatchLoader, TrainingLoader, find_place
 from longseq.tasks.data.module import TaskData
 from longseq.tasks.data.sampler import EvaluationSampler, UpdateSampler, derive_seed
 from longseq.tasks.probe.config import ProbeDataKeys
@@ -254,7 +254,7 @@ class ProbeDataModule(TaskData):
         )
 
     def train_dataloader(self) -> TrainingLoader:
-        return TrainingLoader(self._batches("train"), self._training_sampler(), **follow(self.trainer))
+        return self.training_loader(self._batches("train"), self._training_sampler())
 
     def evaluation_loader(self, stage: str) -> BatchLoader:
         rank, world_size, _ = find_place(self.trainer)

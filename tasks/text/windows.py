@@ -148,19 +148,7 @@ class WindowIndex(NamedTuple):
     fresh: bool = True
 
 
-class _WindowSampler(UpdateSampler[list[WindowIndex]]):
-    """A sampler with `num_samples` windows in an epoch. ValueError if these are fewer than an update needs."""
-
-    def __init__(self, num_samples: int, length: int, batch_size: int, **options: int) -> None:
-        super().__init__(batch_size, **options)  # type: ignore[arg-type]
-        self.num_samples, needed = num_samples, self.effective_batch_size
-        if num_samples < needed:
-            raise ValueError(
-                f"the training split has {num_samples} windows of {length} tokens, and an update needs {needed}"
-            )
-
-
-class MixedSampler(_WindowSampler):
+class MixedSampler(UpdateSampler[list[WindowIndex]]):
     """Yields the windows of each batch, of several corpora by weights.
 
     An epoch has as many windows as all corpora together. Without weights it is a pass over each of them. With weights
@@ -171,9 +159,10 @@ class MixedSampler(_WindowSampler):
     def __init__(
         self, corpora: Sequence[Windows], batch_size: int, *, weights: Sequence[float] | None = None, **options: int
     ) -> None:
+        super().__init__(batch_size, **options)  # type: ignore[arg-type]
         counts, length = [windows.count for windows in corpora], corpora[0].length
-        super().__init__(sum(counts), length, batch_size, **options)
-        self.corpora = corpora
+        self.corpora, self.num_samples = corpora, sum(counts)
+        self.require_update(f"windows of {length} tokens")
         if short := [windows.size for windows in corpora if weights is not None and windows.count == 0]:
             raise ValueError(f"a corpus of {short[0]} tokens has no window of {length}")
         self.shares = counts if weights is None else _shares(counts, weights)
@@ -211,7 +200,7 @@ def _shares(counts: Sequence[int], weights: Sequence[float]) -> list[int]:
     return shares.tolist()
 
 
-class StreamSampler(_WindowSampler):
+class StreamSampler(UpdateSampler[list[WindowIndex]]):
     """Yields windows of streams: row b of a batch continues row b of the batch before.
 
     An epoch cuts the corpus, moved by a random shift, into as many streams as an effective batch has rows. ValueError
@@ -219,10 +208,11 @@ class StreamSampler(_WindowSampler):
     """
 
     def __init__(self, windows: Windows, batch_size: int, **options: int) -> None:
-        super().__init__(windows.count, windows.length, batch_size, **options)
+        super().__init__(batch_size, **options)  # type: ignore[arg-type]
+        self.windows, self.num_samples = windows, windows.count
+        self.require_update(f"windows of {windows.length} tokens")
         if self.accumulate > 1:
             raise ValueError(f"data.packing=streams accumulates no batches, not {self.accumulate}")
-        self.windows = windows
 
     def shuffle(self) -> Callable[[int, int], list[WindowIndex]]:
         updates = self.updates
