@@ -188,10 +188,14 @@ class TaskData(LightningDataModule, ABC):
         assert self._info is not None, "call setup() first"
         return self._info
 
+    def training_sampler(self) -> UpdateSampler[Any]:
+        """The order of the training samples."""
+        raise NotImplementedError
+
     @property
-    @abstractmethod
     def batches_per_epoch(self) -> int | None:
         """Training batches of one device in an epoch; None if it is only known during a run."""
+        return len(self.training_sampler())
 
     @property
     def tokens_per_epoch(self) -> int | None:
@@ -227,17 +231,13 @@ class SampleData(TaskData):
         """The number of samples of each split."""
         return {split: len(self._set(split)) for split in SPLITS}
 
-    @property
-    def batches_per_epoch(self) -> int:
-        return len(self._training_sampler())
-
     def setup(self, stage: str | None = None) -> None:
         if self._sets is None:
             self._sets = self.open()
 
     def train_dataloader(self) -> TrainingLoader:
         batches = _Batches(self._set("train"))
-        return self.training_loader(batches, self._training_sampler())
+        return self.training_loader(batches, self.training_sampler())
 
     def evaluation_loader(self, stage: str) -> BatchLoader:
         rank, world_size, _ = find_place(self.trainer)
@@ -245,7 +245,7 @@ class SampleData(TaskData):
         sampler = EvaluationSampler(len(samples), self.eval_batch_size, rank=rank, world_size=world_size)
         return BatchLoader(_Batches(samples), sampler, **self.loader_options())
 
-    def _training_sampler(self) -> TrainingSampler:
+    def training_sampler(self) -> TrainingSampler:
         place = find_place(self.trainer)._asdict()
         return TrainingSampler(len(self._set("train")), self.batch_size, seed=self.seed, **place)
 

@@ -150,13 +150,9 @@ class DocumentData(TaskData):
         return [self._source.open] if plugin_of(self._source.open) else []
 
     @property
-    def batches_per_epoch(self) -> int:
-        return len(self._sample())
-
-    @property
     def tokens_per_epoch(self) -> int:
         """Tokens of the training documents that an epoch reads, after truncation."""
-        return self._sample().tokens_per_epoch
+        return self.training_sampler().tokens_per_epoch
 
     def split(self, stage: str) -> Split:
         """The documents of train, val or test; available after `setup`."""
@@ -189,7 +185,7 @@ class DocumentData(TaskData):
         self._finish(found, numbers, tokenizer)
 
     def train_dataloader(self) -> TrainingLoader:
-        sampler = copy.copy(self._sample())  # the loader counts epochs in it
+        sampler = copy.copy(self.training_sampler())  # the loader counts epochs in it
         crops = self.seed if self.keys.random_crops else None
         batches = DocumentBatches(self._splits["train"], self.batch_size, sampler.longest, crops=crops)
         return self.training_loader(batches, sampler)
@@ -203,7 +199,7 @@ class DocumentData(TaskData):
         batches = DocumentBatches(self._splits[stage], budget, sampler.longest)
         return BatchLoader(batches, sampler, **self.loader_options())
 
-    def _sample(self) -> PackedSampler:
+    def training_sampler(self) -> PackedSampler:
         """The sampler of training, made once for each place, since it packs all documents."""
         place, train = find_place(self.trainer), self._splits["train"]
         if (key := (self.batch_size, *place)) not in self._samplers:

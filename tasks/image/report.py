@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 import os
 from collections.abc import Sequence
@@ -25,7 +23,7 @@ from longseq.tasks.image.sources import Split
 from longseq.tasks.image.transforms import denormalize, evaluation_transform
 from longseq.tasks.training import targets
 from longseq.tasks.training.callbacks.charts import find_board
-from longseq.tasks.training.class_report import ClassReport
+from longseq.tasks.training.class_report import ClassReport, to_csv
 from longseq.tasks.training.system import write_text
 
 COLUMNS = ("path", "true_class", "predicted_class", "probability", "loss")
@@ -151,12 +149,8 @@ class WorstErrors(Callback):
             self._keep([one for part in gathered for one in part])
         if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        file = io.StringIO()
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(COLUMNS)
-        for path, true, predicted, probability, loss, _ in self._mistakes:
-            writer.writerow([path, true, predicted, f"{probability:.6f}", f"{loss:.6f}"])
-        write_text(self.folder / "worst_errors_test.csv", file.getvalue())
+        rows = [[*one[:3], f"{one.probability:.6f}", f"{one.loss:.6f}"] for one in self._mistakes]
+        write_text(self.folder / "worst_errors_test.csv", to_csv([COLUMNS, *rows]))
         board, shown = find_board(trainer), self._mistakes[: self.count]
         if shown and board is not None:
             picture = draw_predictions(

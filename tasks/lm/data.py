@@ -11,7 +11,6 @@ from typing import Any
 from longseq.tasks.config import read
 from longseq.tasks.data.loader import BatchLoader, TrainingLoader, find_place
 from longseq.tasks.data.module import TaskData, refuse_larger_shares, same_root
-from longseq.tasks.data.sampler import UpdateSampler
 from longseq.tasks.lm.config import READ_BY, TextDataKeys
 from longseq.tasks.text.prepare import Fractions, describe, plan_of, prepare
 from longseq.tasks.text.sources import STREAM, TEXT, Columns, Part, find_parts, group_files, standard_library_files
@@ -99,12 +98,8 @@ class LanguageModelData(TaskData):
         return datamodule
 
     @property
-    def batches_per_epoch(self) -> int:
-        return len(self._training_sampler())
-
-    @property
     def tokens_per_epoch(self) -> int:
-        sampler = self._training_sampler()
+        sampler = self.training_sampler()
         return sampler.updates * sampler.effective_batch_size * self.keys.window
 
     def setup(self, stage: str | None = None) -> None:
@@ -135,7 +130,7 @@ class LanguageModelData(TaskData):
         )
 
     def train_dataloader(self) -> TrainingLoader:
-        batches, sampler = self._batches("train", self.batch_size), self._training_sampler()
+        batches, sampler = self._batches("train", self.batch_size), self.training_sampler()
         return self.training_loader(batches, sampler)
 
     def _batches(self, stage: str, rows: int) -> WindowBatches:
@@ -159,7 +154,7 @@ class LanguageModelData(TaskData):
             every = EveryStream(counts[0], rows, rank=rank, world_size=world_size)
         return BatchLoader(self._batches(stage, rows), every, **self.loader_options())
 
-    def _training_sampler(self) -> UpdateSampler[Any]:
+    def training_sampler(self) -> MixedSampler | StreamSampler:
         place, cut = find_place(self.trainer)._asdict(), self._windows["train"]
         if self.keys.packing == "streams":
             return StreamSampler(cut[0], self.batch_size, seed=self.seed, **place)

@@ -223,13 +223,8 @@ class ProbeDataModule(TaskData):
         return [GENERATORS[self.keys.generator]]
 
     @property
-    def batches_per_epoch(self) -> int:
-        """Training batches of one device in an epoch."""
-        return len(self._training_sampler())
-
-    @property
     def tokens_per_epoch(self) -> int:
-        sampler = self._training_sampler()
+        sampler = self.training_sampler()
         size = sampler.effective_batch_size
         return sum(len(one.tokens) // size * size * one.tokens.shape[1] for one in self.slices("train"))
 
@@ -254,7 +249,7 @@ class ProbeDataModule(TaskData):
         )
 
     def train_dataloader(self) -> TrainingLoader:
-        return self.training_loader(self._batches("train"), self._training_sampler())
+        return self.training_loader(self._batches("train"), self.training_sampler())
 
     def evaluation_loader(self, stage: str) -> BatchLoader:
         rank, world_size, _ = find_place(self.trainer)
@@ -262,7 +257,7 @@ class ProbeDataModule(TaskData):
         sampler = SliceSampler(sizes, self.eval_batch_size, rank=rank, world_size=world_size)
         return BatchLoader(self._batches(stage), sampler)
 
-    def _training_sampler(self) -> MixtureSampler:
+    def training_sampler(self) -> MixtureSampler:
         sizes = [len(one.tokens) for one in self.slices("train")]
         return MixtureSampler(sizes, self.batch_size, seed=self.seed, **find_place(self.trainer)._asdict())
 

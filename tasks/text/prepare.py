@@ -22,7 +22,7 @@ import numpy as np
 from filelock import FileLock
 from omegaconf import DictConfig
 
-from longseq.files import crc32_of
+from longseq.files import crc32_of, replacing
 from longseq.tasks.commands import Prepare
 from longseq.tasks.report import long_step, progress_bar, quiet_libraries, shorten
 from longseq.tasks.text.sources import TEXT, Columns, Document, Malformed, Part, find_parts, read_part
@@ -309,11 +309,8 @@ def encode_part(index: int, part: Part, partial: Path, columns: Columns, tokeniz
                 yield one
 
     encoded = encode(documents(), tokenizer_from_dict(tokenizer))
-    path = encoded_path(partial, index)
-    unfinished = path.with_suffix(".unfinished")
-    with unfinished.open("wb") as file:
+    with replacing(encoded_path(partial, index)) as unfinished, unfinished.open("wb") as file:
         np.savez(file, **encoded._asdict(), counts=list(counts.values()), malformed=np.array(malformed, dtype=str))
-    os.replace(unfinished, path)
 
 
 def encode_parts(waiting: Mapping[int, Part], processes: int, *options: Any) -> Iterator[int]:
