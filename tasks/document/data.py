@@ -28,7 +28,7 @@ from longseq.tasks.document.inputs import DocumentFiles
 from longseq.tasks.document.model import LINEAR
 from longseq.tasks.document.sources import Reader, Sample
 from longseq.tasks.text import store
-from longseq.tasks.text.prepare import Encoded, batched, encode, manifest_of
+from longseq.tasks.text.prepare import Encoded, batched, encode, manifest_of, tokenizer_of
 from longseq.tasks.text.sources import Document, Malformed
 from longseq.tasks.text.store import SPLITS, STAGES, Integers, in_cache
 from longseq.tasks.text.tokenizer import (
@@ -36,7 +36,6 @@ from longseq.tasks.text.tokenizer import (
     Tokenizer,
     read_tokenizer,
     tokenizer_from_dict,
-    tokenizer_of,
     train_tokenizer,
     trained_size,
 )

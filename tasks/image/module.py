@@ -11,13 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from longseq.tasks.config import Criterion
-from longseq.tasks.data.loader import (
-    IMAGES,
-    TARGETS,
-    check_class_numbers,
-    check_several_labels,
-    find_entry,
-)
+from longseq.tasks.data.loader import IMAGES, TARGETS, check_class_numbers, check_several_labels, find_entry
 from longseq.tasks.image.config import DataInfo
 from longseq.tasks.image.model import state_data, state_decision
 from longseq.tasks.image.transforms import BatchMixing, normalize

@@ -12,10 +12,10 @@ from longseq.tasks.config import read
 from longseq.tasks.data.loader import BatchLoader, TrainingLoader, find_place
 from longseq.tasks.data.module import TaskData, refuse_larger_shares, same_root
 from longseq.tasks.lm.config import READ_BY, TextDataKeys
-from longseq.tasks.text.prepare import Fractions, describe, plan_of, prepare
+from longseq.tasks.text.prepare import Fractions, describe, plan_of, prepare, tokenizer_of
 from longseq.tasks.text.sources import STREAM, TEXT, Columns, Part, find_parts, group_files, standard_library_files
 from longseq.tasks.text.store import MANIFEST, STAGES, TokenStore, in_cache, open_store
-from longseq.tasks.text.tokenizer import TextInfo, keep_tokenizer, tokenizer_of
+from longseq.tasks.text.tokenizer import TextInfo
 from longseq.tasks.text.windows import (
     Concatenated,
     Documents,
@@ -27,7 +27,8 @@ from longseq.tasks.text.windows import (
     Windows,
 )
 from longseq.tasks.training.checkpoint import WINDOW
-from longseq.tokenizer_files import find_start, same_tokenizer
+from longseq.tasks.training.system import write_text
+from longseq.tokenizer_files import TOKENIZER_FILE, find_start, same_tokenizer, tokenizer_files
 
 _log = logging.getLogger(__name__)
 
@@ -162,8 +163,18 @@ class LanguageModelData(TaskData):
 
 
 def _with_tokenizer(keys: TextDataKeys, tokenizer: Mapping[str, Any] | None) -> TextDataKeys:
-    """The keys with the tokenizer of a model, if there is one."""
-    return keys if tokenizer is None else keys.model_copy(update={"tokenizer": keep_tokenizer(tokenizer, keys.cache)})
+    """The keys with the tokenizer of a model, if there is one: `bytes`, or a folder in the cache with its files."""
+    if tokenizer is None:
+        return keys
+
+    def write(folder: Path) -> None:
+        for name, text in reversed(tokenizer_files(tokenizer).items()):  # tokenizer.json last
+            write_text(folder / name, text)
+
+    choice = "bytes"
+    if tokenizer["kind"] != "bytes":
+        choice = str(in_cache("tokenizer", dict(tokenizer), keys.cache, TOKENIZER_FILE, write))
+    return keys.model_copy(update={"tokenizer": choice})
 
 
 def open_corpora(keys: TextDataKeys) -> list[TokenStore]:

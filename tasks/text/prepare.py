@@ -23,22 +23,13 @@ from filelock import FileLock
 from omegaconf import DictConfig
 
 from longseq.files import crc32_of, replacing
+from longseq.hub import find_source
+from longseq.models import read
 from longseq.tasks.commands import Prepare
 from longseq.tasks.report import long_step, progress_bar, quiet_libraries, shorten
+from longseq.tasks.text import store
 from longseq.tasks.text.sources import TEXT, Columns, Document, Malformed, Part, find_parts, read_part
-from longseq.tasks.text.store import (
-    MANIFEST,
-    PARTIAL,
-    SPLITS,
-    TOKENIZER,
-    VERSION,
-    Integers,
-    SplitWriter,
-    Tokens,
-    file_types,
-    stamp,
-    token_type,
-)
+from longseq.tasks.text.store import SPLITS, Integers, SplitWriter, Tokens, file_types, stamp, token_type
 from longseq.tasks.text.tokenizer import Tokenizer, read_tokenizer, tokenizer_from_dict, train_tokenizer, trained_size
 from longseq.tasks.training.configuration import command_word, read_command
 from longseq.tasks.training.system import usable_cores, write_text
@@ -102,15 +93,15 @@ def prepare(
 
     ValueError if the folder has tokens already or the input no document; filelock.Timeout if another process writes.
     """
-    if (output / MANIFEST).exists():
+    if (output / store.MANIFEST).exists():
         raise ValueError(f"{output} holds prepared tokens already")
     plan = json.dumps(plan_of(parts, columns, tokenizer, separator, fractions))
-    partial = output / PARTIAL / hashlib.sha256(plan.encode()).hexdigest()[:16]
+    partial = output / store.PARTIAL / hashlib.sha256(plan.encode()).hexdigest()[:16]
     partial.mkdir(parents=True, exist_ok=True)
-    with FileLock(output / PARTIAL / "lock", timeout=0):
+    with FileLock(output / store.PARTIAL / "lock", timeout=0):
         choice = tokenizer
         if (size := trained_size(tokenizer)) is not None:
-            choice = str(partial / TOKENIZER)
+            choice = str(partial / store.TOKENIZER)
             if not os.path.exists(choice):
                 with long_step("training the tokenizer"):
                     trained = train_tokenizer(_training_texts(parts, columns, fractions), size)
@@ -128,8 +119,8 @@ def prepare(
         manifest = _join(len(parts), chosen, fractions, partial, output)
         manifest["counts"] |= {name: counts[name] for name in ("empty", "malformed")}
         manifest["malformed"] = malformed
-        write_text(output / MANIFEST, json.dumps(manifest, indent=1) + "\n")
-    shutil.rmtree(output / PARTIAL)
+        write_text(output / store.MANIFEST, json.dumps(manifest, indent=1) + "\n")
+    shutil.rmtree(output / store.PARTIAL)
     return manifest
 
 
@@ -143,7 +134,7 @@ def plan_of(
         settings = [] if os.path.isdir(tokenizer) else [str(Path(tokenizer).with_name(SETTINGS_FILE))]
         files = [tokenizer, *settings]
     return {
-        "version": VERSION,
+        "version": store.VERSION,
         "parts": [[*part, part.stamps()] for part in parts],
         "columns": [columns.text, columns.prompt],
         "tokenizer": [tokenizer, separator, *map(stamp, files)],
@@ -211,16 +202,22 @@ def manifest_of(tokenizer: Any, output: Path) -> dict[str, Any]:
     """The version and the tokenizer (or `Bare`), for a manifest; the tokenizer's file is written to `output`."""
     described = tokenizer.to_dict()
     manifest: dict[str, Any] = {
-        "version": VERSION,
+        "version": store.VERSION,
         "vocab_size": tokenizer.vocab_size,
         "separator": tokenizer.separator,
         "tokenizer": {key: value for key, value in described.items() if key != "json"},
     }
     if described["kind"] == "file":
-        path = output / TOKENIZER
+        path = output / store.TOKENIZER
         write_text(path, described["json"])
         manifest["tokenizer_file"] = {"size": path.stat().st_size, "crc32": crc32_of(path)}
     return manifest
+
+
+def tokenizer_of(init: str | None) -> Mapping[str, Any] | None:
+    """The tokenizer of a checkpoint, folder or repository of the hub; None without one that reads text."""
+    saved = None if init is None else read(find_source(init), label=f"init={init}")
+    return None if saved is None else (saved.text or {}).get("tokenizer")
 
 
 # --- documents as tokens: encoded, without duplicates, split by a hash of their content

@@ -12,11 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from longseq import tokenizer_files
-from longseq.hub import find_source
-from longseq.models import read
 from longseq.tasks.data.info import Info
-from longseq.tasks.text.store import in_cache
-from longseq.tasks.training.system import write_text
 from longseq.tokenizer_files import SEPARATORS, TOKENIZER_FILE
 
 Tokens = npt.NDArray[np.integer[Any]]
@@ -132,23 +128,6 @@ def read_tokenizer(choice: str, separator: str | None = None) -> Tokenizer:
 def tokenizer_from_dict(values: Mapping[str, Any]) -> Tokenizer:
     """The tokenizer of a dictionary as in `longseq.tokenizer_files`."""
     return ByteTokenizer(values) if values["kind"] == "bytes" else FileTokenizer(values)
-
-
-def tokenizer_of(init: str | None) -> Mapping[str, Any] | None:
-    """The tokenizer of a checkpoint, folder or repository of the hub; None without one that reads text."""
-    saved = None if init is None else read(find_source(init), label=f"init={init}")
-    return None if saved is None else (saved.text or {}).get("tokenizer")
-
-
-def keep_tokenizer(tokenizer: Mapping[str, Any], cache: str | None) -> str:
-    """The value of `data.tokenizer` for a model's tokenizer: `bytes`, or a folder in the cache with its files."""
-
-    def write(folder: Path) -> None:
-        for name, text in reversed(tokenizer_files.tokenizer_files(tokenizer).items()):  # tokenizer.json last
-            write_text(folder / name, text)
-
-    is_bytes = tokenizer["kind"] == "bytes"
-    return "bytes" if is_bytes else str(in_cache("tokenizer", dict(tokenizer), cache, TOKENIZER_FILE, write))
 
 
 def trained_size(choice: str) -> int | None:
