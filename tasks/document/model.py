@@ -18,7 +18,11 @@ from longseq.tasks.document.config import DocumentInfo, DocumentModelKeys, Linea
 from longseq.tasks.training.checkpoint import Loaded
 from longseq.tasks.training.configuration import BodyKeys
 from longseq.tasks.training.model import TaskModel, note
-from longseq.tasks.training.token_model import body_like, build_seeded, check_tokenizer
+from longseq.tasks.training.token_model import (
+    body_like,
+    build_seeded,
+    check_tokenizer,
+)
 
 # The values of `config.model.name`.
 MODELS: Mapping[str, type[TextClassifier]] = {"document": TextClassifier, "document_pair": PairClassifier}

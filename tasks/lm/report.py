@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
 
 from longseq.backbones.tokens import TokenBackbone
@@ -14,7 +15,7 @@ from longseq.tasks.lm.module import LanguageModelTask
 from longseq.tasks.report import Report
 from longseq.tasks.text.tokenizer import TextInfo
 from longseq.tasks.training import targets
-from longseq.tasks.training.callbacks.charts import evaluating, find_board
+from longseq.tasks.training.callbacks.charts import evaluating
 
 _SAMPLE = 400  # tokens of the sample that a run prints at its end
 
@@ -47,7 +48,7 @@ class TextSamples(Callback):
         self.temperature = temperature
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        board = find_board(trainer)
+        board = next((logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)), None)
         if board is None or not trainer.is_global_zero or trainer.state.fn != TrainerFn.FITTING:
             return
         module: Any = pl_module
