@@ -324,9 +324,9 @@ TokenBatch = tuple[TokenInputs, Tensor]
 class WindowBatches(Dataset[Batch]):
     """Maps B windows of T tokens to inputs and targets.
 
-    All batches have one shape (see `TokenInputs`). `sequences` is the expected maximum of sequences in a batch, by
-    default `most_sequences`. Without `reset_state` rows are `[B, T]` and not packed; `carries` is for streams. `start`
-    is the token that is read where a document begins, by default the separator, which is always predicted.
+    All batches have one shape (see `TokenInputs`). Without `reset_state` rows are `[B, T]` and not packed; `carries` is
+    for streams. `start` is the token that is read where a document begins, by default the separator, which is always
+    predicted.
     """
 
     def __init__(
@@ -338,12 +338,11 @@ class WindowBatches(Dataset[Batch]):
         reset_state: bool,
         carries: bool,
         start: int | None = None,
-        sequences: int | None = None,
     ) -> None:
         self.cut, self.length, self.rows, self.separator = cut, cut[0].length, rows, separator
         self.reset_state, self.carries = reset_state, carries
         self.start = separator if start is None else start
-        self._slots = -(-(most_sequences(cut, rows) if sequences is None else sequences) // _STEP) * _STEP
+        self._slots = -(-most_sequences(cut, rows) // _STEP) * _STEP
 
     def __getitem__(self, batch: Sequence[WindowIndex | None]) -> Batch:
         """The batch of at most B windows; rows that are None or missing have no targets."""
