@@ -71,8 +71,7 @@ def keys_page() -> str:
 
     parts = ["# Keys of the commands", "`longseq VERB --help` prints the same lines."]
     for verb, keys in COMMANDS.items():
-        name = "prepare task=image" if verb == "prepare_image" else verb
-        parts += [f"## longseq {name}", _table(rows_of(keys))]
+        parts += [f"## longseq {verb}", _table(rows_of(keys))]
     for name in registry.own_names():
         task = registry.keys(name)
         groups = {"data": task.data, "task": task.group, "model": task.model}

@@ -15,7 +15,7 @@ WEIGHT_OPTIONS = ("pretrained", "checkpoint_path", "cache_dir", "pretrained_cfg"
 WEIGHT_SOURCES = ("url", "file", "hf_hub_id", "hf_hub_filename", "source", "state_dict")
 
 # The attribute of a model, and the key of its config.json, for how probabilities become decisions: `multi_label` and
-# `thresholds`, as in `longseq.tasks.image.info.DataInfo`.
+# `thresholds`, as in `longseq.tasks.image.config.DataInfo`.
 DECISION = "decision"
 
 # How timm cuts an image to the model's size where it does not crop the centre.

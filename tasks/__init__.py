@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from longseq.tasks.data.module import SampleData as SampleData
     from longseq.tasks.document.config import DocumentInfo as DocumentInfo
     from longseq.tasks.document.module import DocumentTask as DocumentTask
+    from longseq.tasks.image.config import DataInfo as DataInfo
     from longseq.tasks.image.config import ImageDataKeys as ImageDataKeys
     from longseq.tasks.image.data import ImageDataModule as ImageDataModule
-    from longseq.tasks.image.info import DataInfo as DataInfo
     from longseq.tasks.image.module import ImageClassifier as ImageClassifier
     from longseq.tasks.lm.data import LanguageModelData as LanguageModelData
     from longseq.tasks.lm.module import LanguageModelTask as LanguageModelTask
@@ -50,9 +50,8 @@ _NAMES = {
     "data.module": ("SampleData",),
     "document.config": ("DocumentInfo",),
     "document.module": ("DocumentTask",),
-    "image.config": ("ImageDataKeys",),
+    "image.config": ("DataInfo", "ImageDataKeys"),
     "image.data": ("ImageDataModule",),
-    "image.info": ("DataInfo",),
     "image.module": ("ImageClassifier",),
     "lm.data": ("LanguageModelData",),
     "lm.module": ("LanguageModelTask",),

@@ -43,8 +43,6 @@ class Predict(FromCheckpoint):
     column: str | None = key(None, "of documents: the column of the text; null: as in training")
     truncation: Literal["none"] | None = key(None, "of documents: none reads them whole; null: as in training")
     segment: Count | None = key(None, "of documents: tokens in memory at once; null: as in training, or 8192")
-    saliency: str | None = key(None, "of images: a FOLDER for pictures of the pixels that move the score of a class")
-    saliency_class: str | int | None = key(None, "the name of that class; null: the predicted one")
     device: str = key("auto", "auto: the GPU if there is one; cpu, cuda, cuda:1, ...")
 
 
@@ -110,22 +108,6 @@ class Prepare(Command):
     validation: Share = key(0.01, "the share of the documents for validation")
     test: Share = key(0.01, "the share of the documents for the test")
     processes: Count | None = key(None, "processes that tokenize; null: one per core")
-
-
-class PrepareImages(Command):
-    """The keys of `longseq prepare task=image`."""
-
-    input: str = key(..., "the images: class folders or a csv, as data.root of `longseq train`")
-    output: str = key(..., "the folder for the shards")
-    format: Literal["jpeg", "keep"] = key("jpeg", "jpeg: encode anew; keep: copy the files")
-    size: Count | None = key(None, "the shorter side in pixels; null: as it is")
-    quality: int = key(90, "of JPEG files", ge=1, le=100)
-    shard_bytes: int = key(1_000_000_000, "the bytes of a shard", ge=1_000)
-    multi_label: bool = key(False, "true: an image has any number of labels")
-    file_column: str | None = key(None, "of a csv: the column of the files; null: file_name")
-    label_column: str | Names | None = key(None, "null: label; or a list of columns")
-    label_delimiter: str | None = key(None, "the separator of several labels in a cell")
-    processes: Count | None = key(None, "processes that encode; null: one per core")
 
 
 class ConvertMixer(Keys):
@@ -220,7 +202,6 @@ COMMANDS: dict[str, type[Command]] = {
     "generate": Generate,
     "harness": Harness,
     "prepare": Prepare,
-    "prepare_image": PrepareImages,
     "convert": Convert,
     "export": Export,
     "describe": Describe,

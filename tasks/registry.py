@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # the table itself imports no task
 
 @dataclass(frozen=True)
 class Task:
-    """The parts of a task. A task of this package defines each in the file of its name.
+    """The parts of a task; `task()` of a task's folder names them.
 
     config: the classes of the task's keys, and checks over several keys.
     data: the class of the data module.

@@ -40,11 +40,6 @@ VERBS = {
     "prepare": Verb(
         "longseq.tasks.text.prepare", "turn text into tokens", "longseq prepare input=FOLDER output=FOLDER"
     ),
-    "prepare_image": Verb(
-        "longseq.tasks.image.prepare",
-        "pack images into shards of a chosen size",
-        "longseq prepare task=image input=FOLDER output=FOLDER size=256",
-    ),
     "harness": Verb(
         "longseq.tools.harness",
         "measure a language model on tasks of lm-evaluation-harness",
@@ -88,7 +83,7 @@ class Printed(Exception):
 def overview() -> str:
     """The text that `longseq` prints without arguments."""
     width = max(map(len, VERBS))
-    verbs = "\n".join(f"  {name:<{width}}  {verb.summary}" for name, verb in VERBS.items() if name != "prepare_image")
+    verbs = "\n".join(f"  {name:<{width}}  {verb.summary}" for name, verb in VERBS.items())
     examples = "\n".join(f"  {verb.example}" for verb in VERBS.values())
     return (
         "longseq trains, evaluates and exports models with recurrent mixers in place of attention.\n\n"
@@ -157,16 +152,14 @@ def explain(error: BaseException) -> str:
 
 
 def _find_verb(arguments: list[str]) -> str:
-    """The verb, named as its file in conf: `longseq prepare task=image` is `prepare_image`."""
+    """The verb; `task=lm` of `longseq prepare`, its only task, is removed from the arguments."""
     verb = arguments[0]
     if verb not in VERBS:
         from longseq.tasks.config import unknown_key
 
         raise ValueError(unknown_key(verb, list(VERBS)))
-    if verb == "prepare" and "task=image" in arguments:
-        verb = "prepare_image"
-    if verb.startswith("prepare"):
-        arguments[:] = [one for one in arguments if one not in ("task=image", "task=lm")]
+    if verb == "prepare":
+        arguments[:] = [one for one in arguments if one != "task=lm"]
     return verb
 
 

@@ -21,7 +21,7 @@ from longseq.parameters import count_parameters
 from longseq.tasks import registry
 from longseq.tasks.circumstances import choose_device
 from longseq.tasks.commands import Describe
-from longseq.tasks.image.info import DataInfo
+from longseq.tasks.image.config import DataInfo
 from longseq.tasks.registry import choose, read_experiment, with_any_choice
 from longseq.tasks.report import quiet_libraries
 from longseq.tasks.training import checkpoint

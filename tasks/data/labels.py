@@ -16,7 +16,7 @@ Weight = Annotated[float, Field(ge=0)]
 # `data.class_weights`: a rule, a number for each class in their order, or numbers by class name.
 ClassWeights = Literal["none", "balanced"] | list[Weight] | dict[Any, Weight]
 
-# `data.sampling`: balanced draws each class equally often (see `longseq.tasks.data.sampler.BalancedSampler`).
+# `data.sampling`: balanced draws each class equally often (see `longseq.tasks.data.sampler.EpochOrder`).
 Sampling = Literal["balanced"] | None
 
 LABEL_COLUMN = "label"  # the default

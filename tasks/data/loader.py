@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, SequentialSampler, get_worker_info
+from torch.utils.data import DataLoader, Dataset, Sampler, SequentialSampler, get_worker_info
 
-from longseq.tasks.data.sampler import EvaluationSampler, UpdateSampler
+from longseq.tasks.data.sampler import UpdateSampler
 from longseq.tasks.training.system import prepare_data_worker
 
 Given = TypeVar("Given")
@@ -75,11 +75,6 @@ def find_entry(batch: Mapping[str, Any], names: Sequence[str], what: str) -> Any
     raise KeyError(f"a batch without {what}")
 
 
-def likeliest_classes(targets: Tensor) -> Tensor:
-    """The classes `[B]` of targets `[B]`, or the most probable ones of probabilities `[B, C]`."""
-    return targets.argmax(dim=1) if targets.ndim == 2 else targets
-
-
 def check_class_numbers(targets: Tensor, num_classes: int) -> None:
     """ValueError for labels `[B]` that are not class numbers; floats may be whole numbers."""
     fits = (targets >= 0) & (targets < num_classes)
@@ -108,16 +103,11 @@ def read_mask(batch: Mapping[str, Any], tokens: Tensor) -> Tensor:
     return mask
 
 
-def begins_with_tokens(mask: Tensor) -> bool:
-    """True if each row of a mask `[N, T]` has its tokens first and the padding after them."""
-    return not bool((mask[:, 1:] & ~mask[:, :-1]).any())
-
-
 class BatchLoader(DataLoader[Batch]):
     """Yields (inputs, targets) of a data set that makes whole batches.
 
     `report` gets the samples of each batch that could not be read; without it there may be none. `finish` maps the
-    workers' batches to finished ones, as `work_ahead` does. `trained` and `respread` are for `TrainingLoader`.
+    workers' batches to finished ones, as `work_ahead` does. `progress` is for `TrainingLoader`.
 
     For a prediction, `overfit_batches` and several devices, Lightning makes the loader anew. It passes the attributes
     that are named like arguments, and `sampler`, `shuffle` and `batch_sampler`; `own_sampler` stays the sampler.
@@ -128,22 +118,20 @@ class BatchLoader(DataLoader[Batch]):
     def __init__(
         self,
         dataset: Dataset[Batch],
-        own_sampler: UpdateSampler[Any] | EvaluationSampler | None,
+        own_sampler: Sampler[Any] | None,
         *,
         num_workers: int = 0,
         pin_memory: bool = False,
         report: Callable[[list[Failure]], None] | None = None,
         finish: Callable[[Iterator[Batch]], Iterator[Batch]] | None = None,
-        trained: Callable[[], int] | None = None,
-        respread: Callable[[int, int], None] | None = None,
+        progress: Any = None,
         sampler: Any = None,
         shuffle: bool = False,
         batch_sampler: None = None,
     ) -> None:
         if getattr(own_sampler, "world_size", None) == 1 and getattr(sampler, "num_replicas", 1) > 1:
             raise ValueError(f"a loader for one process in a run of {sampler.num_replicas}: give the data module")
-        self.own_sampler, self.report, self.finish = own_sampler, report, finish
-        self.trained, self.respread = trained, respread
+        self.own_sampler, self.report, self.finish, self.progress = own_sampler, report, finish, progress
         self._repeats_epoch = isinstance(sampler, SequentialSampler)
         super().__init__(
             dataset,
@@ -175,8 +163,8 @@ class BatchLoader(DataLoader[Batch]):
 class TrainingLoader(BatchLoader):
     """A BatchLoader whose state, the position in the epoch, Lightning saves.
 
-    `trained` returns the batches of the epoch on which the model was trained; later ones are yielded again.
-    `respread(then, now)` is called when a checkpoint continues with another number of accumulated batches.
+    `progress` is the Trainer's count of batches: those on which the model was not trained yet are yielded again. It is
+    rescaled when a checkpoint continues with another number of accumulated batches.
 
     With `overfit_batches` Lightning asks for a sequential order: every epoch then has the batches of the first one.
     """
@@ -200,8 +188,8 @@ class TrainingLoader(BatchLoader):
     def state_dict(self) -> dict[str, int]:
         """The position in the epoch, and the values that determine the order of samples."""
         epoch, batches = self._position
-        if self.trained is not None and not self._resuming:
-            batches = min(batches, self.trained())
+        if self.progress is not None and not self._resuming:
+            batches = min(batches, self.progress.current.processed)
         return {"epoch": epoch, "batches": batches, **self._read_sampler()}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
@@ -218,8 +206,11 @@ class TrainingLoader(BatchLoader):
         if any(then[name] != now[name] for name in SPREAD):
             if accumulated:
                 raise ValueError("a checkpoint from within an update resumes only with as many devices and batches")
-            if self.respread is not None:
-                self.respread(then["accumulate"], now["accumulate"])
+            for counts in (self.progress.total, self.progress.current) if self.progress is not None else ():
+                ready = counts.ready // then["accumulate"] * now["accumulate"]
+                # Callbacks save before their batch counts as completed.
+                counts.completed = ready - (counts.ready - counts.completed)
+                counts.ready = counts.started = counts.processed = ready
         self._position = (then["epoch"], batches)
         self._resuming = True
 
@@ -240,22 +231,6 @@ def find_place(trainer: Any) -> Place:
     if trainer is None:
         return Place()
     return Place(trainer.global_rank, trainer.world_size, trainer.accumulate_grad_batches)
-
-
-def follow(trainer: Any) -> dict[str, Any]:
-    """The arguments `trained` and `respread` of a `TrainingLoader`, which follow a Trainer's count of batches."""
-    if trainer is None:
-        return {}
-    progress = trainer.fit_loop.epoch_loop.batch_progress
-
-    def respread(then: int, now: int) -> None:
-        """Rescale counts that were saved after an update of `then` batches to updates of `now` batches."""
-        for counts in (progress.total, progress.current):
-            behind = counts.ready - counts.completed  # callbacks save before their batch counts as completed
-            counts.ready = counts.started = counts.processed = counts.ready // then * now
-            counts.completed = counts.ready - behind
-
-    return {"trained": lambda: progress.current.processed, "respread": respread}
 
 
 def work_ahead(

@@ -16,8 +16,8 @@ from typing_extensions import Self
 from longseq.tasks.commands import Predict
 from longseq.tasks.config import read
 from longseq.tasks.data.info import Info
-from longseq.tasks.data.loader import Batch, BatchLoader, TrainingLoader, find_place, follow
-from longseq.tasks.data.sampler import EvaluationSampler, SampleIndex, TrainingSampler
+from longseq.tasks.data.loader import Batch, BatchLoader, TrainingLoader, find_place
+from longseq.tasks.data.sampler import EvaluationSampler, SampleIndex, TrainingSampler, UpdateSampler
 from longseq.tasks.training.metrics import decide
 
 SPLITS = ("train", "val", "test")
@@ -103,24 +103,34 @@ class TaskData(LightningDataModule, ABC):
 
     Attributes:
         batch_size: the size of a device's training batch.
-        eval_batch_size: the size of its evaluation batch.
+        eval_batch_size: the size of its evaluation batch, by default the same.
+        keys_class: the class of the keys of `data`, which may have `eval_batch_size`, `num_workers` and `pin_memory`.
         info_class: the class of `info`; it has `class_names` if the task has `inputs`.
         inputs: the class of the inputs of `longseq predict`; None if the task has no predictions.
     """
 
-    batch_size: int
-    eval_batch_size: int
+    keys_class: ClassVar[type[Any]]
     info_class: ClassVar[type[Info]]
     inputs: ClassVar[type[Inputs] | None] = None
+
+    _info: Any = None  # set by `setup`
+
+    def __init__(self, keys: Any, *, batch_size: int, seed: int = 0) -> None:
+        super().__init__()
+        self.keys = read(self.keys_class, vars(keys), "data")
+        self.batch_size, self.seed = batch_size, seed
+        self.eval_batch_size = getattr(self.keys, "eval_batch_size", None) or batch_size
 
     @classmethod
     def prepare_process(cls, config: Mapping[str, Any]) -> None:
         """Prepare a process of the training, before it starts CUDA, for the data of this configuration."""
 
     @classmethod
-    @abstractmethod
     def from_config(cls, config: Mapping[str, Any], batch_size: int) -> Self:
         """The data module of a configuration, set up."""
+        datamodule = cls(read(cls.keys_class, config["data"], "data"), batch_size=batch_size, seed=config["seed"])
+        datamodule.setup()
+        return datamodule
 
     @classmethod
     def for_evaluation(
@@ -136,6 +146,20 @@ class TaskData(LightningDataModule, ABC):
         """Take the batch size and the keys of a recipe that was chosen by the data (see `TaskKeys.choose`)."""
         raise NotImplementedError
 
+    @abstractmethod
+    def setup(self, stage: str | None = None) -> None:
+        """Open the data; `stage` has no effect, and a second call does nothing."""
+
+    def evaluation_loader(self, stage: str) -> BatchLoader:
+        """The samples of val or test."""
+        raise NotImplementedError
+
+    def val_dataloader(self) -> BatchLoader:
+        return self.evaluation_loader("val")
+
+    def test_dataloader(self) -> BatchLoader:
+        return self.evaluation_loader("test")
+
     def predict_dataloader(self) -> Any:
         """For Lightning's `Trainer.predict`: the test samples, in the order of their split.
 
@@ -147,15 +171,31 @@ class TaskData(LightningDataModule, ABC):
             sampler.keep_order()
         return loader
 
-    @property
-    @abstractmethod
-    def info(self) -> Any:
-        """The `Info` for models and checkpoints."""
+    def loader_options(self) -> dict[str, Any]:
+        """The arguments of a loader that the keys give."""
+        pin_memory = getattr(self.keys, "pin_memory", False) and torch.cuda.is_available()
+        return {"num_workers": getattr(self.keys, "num_workers", 0), "pin_memory": pin_memory}
+
+    def training_loader(self, batches: Dataset[Batch], sampler: UpdateSampler[Any], **options: Any) -> TrainingLoader:
+        """A loader of training batches that resumes in the middle of an epoch."""
+        trainer: Any = self.trainer
+        progress = None if trainer is None else trainer.fit_loop.epoch_loop.batch_progress
+        return TrainingLoader(batches, sampler, **self.loader_options(), progress=progress, **options)
 
     @property
-    @abstractmethod
+    def info(self) -> Any:
+        """The `Info` for models and checkpoints; available after `setup`."""
+        assert self._info is not None, "call setup() first"
+        return self._info
+
+    def training_sampler(self) -> UpdateSampler[Any]:
+        """The order of the training samples."""
+        raise NotImplementedError
+
+    @property
     def batches_per_epoch(self) -> int | None:
         """Training batches of one device in an epoch; None if it is only known during a run."""
+        return len(self.training_sampler())
 
     @property
     def tokens_per_epoch(self) -> int | None:
@@ -176,26 +216,11 @@ class TaskData(LightningDataModule, ABC):
 class SampleData(TaskData):
     """Batches of the data sets that `open` returns; their items are pairs (input, target) of tensors or numbers.
 
-    A subclass sets the class of its keys, `keys_class`, which may have `eval_batch_size` and `num_workers`. torch's
-    `default_collate` makes batches of items. The order of training is a function of (`seed`, epoch), for any number of
-    processes, and a run resumes in the middle of an epoch. An item must be a function of its number only.
+    torch's `default_collate` makes batches of items. The order of training is a function of (`seed`, epoch), for any
+    number of processes, and a run resumes in the middle of an epoch. An item must be a function of its number only.
     """
 
-    keys_class: ClassVar[type[Any]]
-
-    def __init__(self, keys: Any, *, batch_size: int, seed: int = 0) -> None:
-        super().__init__()
-        self.keys = read(self.keys_class, vars(keys), "data")
-        self.batch_size, self.seed = batch_size, seed
-        self.eval_batch_size = getattr(self.keys, "eval_batch_size", None) or batch_size
-        self._workers = getattr(self.keys, "num_workers", 0)
-        self._sets: Mapping[str, Any] | None = None
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any], batch_size: int) -> Self:
-        datamodule = cls(read(cls.keys_class, config["data"], "data"), batch_size=batch_size, seed=config["seed"])
-        datamodule.setup()
-        return datamodule
+    _sets: Mapping[str, Any] | None = None
 
     @abstractmethod
     def open(self) -> Mapping[str, Dataset[Any]]:
@@ -206,32 +231,21 @@ class SampleData(TaskData):
         """The number of samples of each split."""
         return {split: len(self._set(split)) for split in SPLITS}
 
-    @property
-    def batches_per_epoch(self) -> int:
-        return len(self._training_sampler())
-
     def setup(self, stage: str | None = None) -> None:
-        """Open the data sets; a second call does nothing."""
         if self._sets is None:
             self._sets = self.open()
 
     def train_dataloader(self) -> TrainingLoader:
         batches = _Batches(self._set("train"))
-        return TrainingLoader(batches, self._training_sampler(), num_workers=self._workers, **follow(self.trainer))
+        return self.training_loader(batches, self.training_sampler())
 
-    def val_dataloader(self) -> BatchLoader:
-        return self._evaluation_loader("val")
-
-    def test_dataloader(self) -> BatchLoader:
-        return self._evaluation_loader("test")
-
-    def _evaluation_loader(self, split: str) -> BatchLoader:
+    def evaluation_loader(self, stage: str) -> BatchLoader:
         rank, world_size, _ = find_place(self.trainer)
-        samples = self._set(split)
+        samples = self._set(stage)
         sampler = EvaluationSampler(len(samples), self.eval_batch_size, rank=rank, world_size=world_size)
-        return BatchLoader(_Batches(samples), sampler, num_workers=self._workers)
+        return BatchLoader(_Batches(samples), sampler, **self.loader_options())
 
-    def _training_sampler(self) -> TrainingSampler:
+    def training_sampler(self) -> TrainingSampler:
         place = find_place(self.trainer)._asdict()
         return TrainingSampler(len(self._set("train")), self.batch_size, seed=self.seed, **place)
 

@@ -83,6 +83,12 @@ class UpdateSampler(Sampler[BatchT]):
         """The updates of a whole epoch."""
         return self.num_samples // self.effective_batch_size
 
+    def require_update(self, unit: str) -> None:
+        """ValueError if an epoch has fewer samples, called `unit`, than an update needs."""
+        if self.updates == 0:
+            needed = self.effective_batch_size
+            raise ValueError(f"an update needs {needed} {unit}, and there are {self.num_samples}")
+
     @abstractmethod
     def shuffle(self) -> Callable[[int, int], BatchT]:
         """Draw the order of the epoch; returns the function of (update, part) that gives a batch."""
@@ -105,21 +111,28 @@ class UpdateSampler(Sampler[BatchT]):
 class TrainingSampler(UpdateSampler[list[SampleIndex]]):
     """Yields the samples of each batch.
 
-    An epoch is a permutation of the samples, each repeated `repeats` times in a row, cut to the number of samples
-    (repeated augmentation, Hoffer et al. 2020, in the form of DeiT). Neighbours belong to different processes.
+    An epoch is an order of the samples (see `EpochOrder`), each repeated `repeats` times in a row, cut to the number of
+    samples (repeated augmentation, Hoffer et al. 2020, in the form of DeiT). Neighbours belong to different processes.
     """
 
-    def __init__(self, num_samples: int, batch_size: int, *, repeats: int = 1, **options: int) -> None:
+    def __init__(
+        self,
+        num_samples: int,
+        batch_size: int,
+        *,
+        repeats: int = 1,
+        classes: npt.NDArray[np.int64] | None = None,
+        **options: int,
+    ) -> None:
         super().__init__(batch_size, **options)  # type: ignore[arg-type]
-        if self.effective_batch_size > num_samples:
-            raise ValueError(
-                f"an update needs {self.effective_batch_size} training samples, and there are {num_samples}"
-            )
         self.num_samples, self.repeats = num_samples, repeats
+        self.require_update("training samples")
+        self._order = EpochOrder(num_samples, classes)
 
     def shuffle(self) -> Callable[[int, int], list[SampleIndex]]:
         epoch, size, repeats = self.epoch, self.effective_batch_size, self.repeats
-        positions, turns = self.draw(math.ceil(self.num_samples / repeats))
+        generator = np.random.default_rng(derive_seed(self.seed, epoch))
+        positions, turns = self._order.draw(math.ceil(self.num_samples / repeats), generator)
 
         def give(update: int, part: int) -> list[SampleIndex]:
             places = (divmod(p, repeats) for p in range(update * size + part, (update + 1) * size, self.parts))
@@ -127,36 +140,23 @@ class TrainingSampler(UpdateSampler[list[SampleIndex]]):
 
         return give
 
-    def draw(self, count: int) -> tuple[list[int], list[int]]:
-        """The positions of the first `count` samples of the epoch, and the number of earlier draws of each."""
-        generator = np.random.default_rng(derive_seed(self.seed, self.epoch))
-        return generator.permutation(self.num_samples)[:count].tolist(), [0] * count
 
+class EpochOrder:
+    """The order of the samples of an epoch: a permutation, or with `classes [N]` each class equally often.
 
-class BalancedSampler(TrainingSampler):
-    """Yields each class equally often, for classes of different sizes; `classes [N]` has the class of each sample.
-
-    An epoch has as many samples as the split. Of `C` classes, each `C` neighbours are of different classes, in a random
-    order. A class gives its samples in a random order, and begins again in another order after the last one: an epoch
-    has some samples several times, each with its own number of repeat, and leaves others out.
+    A balanced epoch has as many samples as the split. Of `C` classes, each `C` neighbours are of different classes, in
+    a random order. A class gives its samples in a random order, and begins again in another order after the last one:
+    an epoch has some samples several times, each with its own number of repeat, and leaves others out.
     """
 
-    def __init__(self, classes: npt.NDArray[np.int64], batch_size: int, **options: int) -> None:
-        super().__init__(len(classes), batch_size, **options)
-        self._balanced = BalancedDraw(classes)
-
-    def draw(self, count: int) -> tuple[list[int], list[int]]:
-        return self._balanced.draw(count, np.random.default_rng(derive_seed(self.seed, self.epoch)))
-
-
-class BalancedDraw:
-    """Draws samples of `classes [N]` so that each class comes equally often, as `BalancedSampler` explains."""
-
-    def __init__(self, classes: npt.NDArray[np.int64]) -> None:
-        self._members = [np.flatnonzero(classes == one) for one in np.unique(classes)]
+    def __init__(self, samples: int, classes: npt.NDArray[np.int64] | None = None) -> None:
+        self._samples = samples
+        self._members = [np.flatnonzero(classes == one) for one in np.unique(classes)] if classes is not None else []
 
     def draw(self, count: int, generator: np.random.Generator) -> tuple[list[int], list[int]]:
-        """The positions of `count` samples, and the number of earlier draws of each."""
+        """The positions of the first `count` samples, and the number of earlier draws of each."""
+        if not self._members:
+            return generator.permutation(self._samples)[:count].tolist(), [0] * count
         classes = len(self._members)
         rounds = math.ceil(count / classes)
         order = generator.permuted(np.tile(np.arange(classes), (rounds, 1)), axis=1)  # [rounds, classes]
@@ -181,11 +181,11 @@ class EvaluationSampler(Sampler[list[int]]):
 
     def __init__(self, num_samples: int, batch_size: int, *, rank: int = 0, world_size: int = 1) -> None:
         self.num_samples, self.batch_size, self.rank, self.world_size = num_samples, batch_size, rank, world_size
-        self._in_order = False
+        self.in_order = False
 
     def keep_order(self) -> None:
         """Read the samples in their order, for predictions."""
-        self._in_order = True
+        self.in_order = True
 
     def __len__(self) -> int:
         return math.ceil(self.num_samples / (self.batch_size * self.world_size))
@@ -196,6 +196,6 @@ class EvaluationSampler(Sampler[list[int]]):
     def batch(self, number: int) -> list[int]:
         """The positions of the samples of a batch."""
         first, batches = self.rank + self.world_size * number, self.world_size * len(self)
-        if self._in_order:
+        if self.in_order:
             return list(range(first * self.num_samples // batches, (first + 1) * self.num_samples // batches))
         return list(range(first, self.num_samples, batches))

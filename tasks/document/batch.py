@@ -25,9 +25,10 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from longseq.kernels.packing import Packing
-from longseq.tasks.data.sampler import BalancedDraw, UpdateSampler, derive_seed
-from longseq.tasks.text.batch import IGNORED as IGNORED
+from longseq.tasks.data.loader import Batch
+from longseq.tasks.data.sampler import EpochOrder, UpdateSampler, derive_seed
 from longseq.tasks.text.store import Corpus, Integers
+from longseq.tasks.text.windows import IGNORED as IGNORED
 
 Tokens = npt.NDArray[np.integer[Any]]
 
@@ -147,8 +148,8 @@ class Chosen(NamedTuple):
     epoch: int = 0
 
 
-class DocumentBatches(Dataset[tuple[DocumentInputs, Tensor, list[Any]]]):
-    """Maps `Chosen` to inputs, targets, and the empty list of failures that loaders read.
+class DocumentBatches(Dataset[Batch]):
+    """Maps `Chosen` to inputs and targets.
 
     `budget` is the length of the rows, and `longest` of their longest document. With the seed `crops`, each epoch
     reads another window of a long document.
@@ -158,7 +159,7 @@ class DocumentBatches(Dataset[tuple[DocumentInputs, Tensor, list[Any]]]):
         self.split, self.budget, self.longest, self.crops = split, budget, longest, crops
         self._whole_lengths = split.whole_lengths
 
-    def __getitem__(self, chosen: Chosen) -> tuple[DocumentInputs, Tensor, list[Any]]:
+    def __getitem__(self, chosen: Chosen) -> Batch:
         documents = []
         for number in chosen.documents:
             crop_seed = None if self.crops is None else derive_seed(self.crops, chosen.epoch, number)
@@ -189,7 +190,7 @@ class DocumentBatches(Dataset[tuple[DocumentInputs, Tensor, list[Any]]]):
         known = self.split.targets
         targets = np.full((places, *known.shape[1:]), IGNORED if known.ndim == 1 else 0, known.dtype)
         targets[:count] = known[chosen.documents]
-        return inputs, torch.from_numpy(targets), []
+        return Batch(inputs, torch.from_numpy(targets), [])
 
 
 class PackedSampler(UpdateSampler[Chosen]):
@@ -199,7 +200,7 @@ class PackedSampler(UpdateSampler[Chosen]):
     which devices and accumulated batches share; their number depends only on its size and the documents' lengths. Each
     epoch packs all documents anew, in its own order, and leaves out the last rows if they do not fill an effective
     batch. With `classes [N]` an epoch draws as many documents, each class equally often (see
-    `longseq.tasks.data.sampler.BalancedSampler`). ValueError for a document longer than the budget, for fewer tokens
+    `longseq.tasks.data.sampler.EpochOrder`). ValueError for a document longer than the budget, for fewer tokens
     than an update needs, and for rows that do not divide evenly.
     """
 
@@ -218,7 +219,7 @@ class PackedSampler(UpdateSampler[Chosen]):
         self.longest = int(lengths.max())
         if self.longest > batch_size:
             raise ValueError(f"the longest training document has {self.longest} tokens, and a batch holds {batch_size}")
-        self._balanced = None if classes is None else BalancedDraw(classes)
+        self._order = EpochOrder(self.num_samples, classes)
         effective = self.effective_batch_size
         self.rows = row_count(lengths, effective)
         if self.rows % self.parts:
@@ -253,10 +254,7 @@ class PackedSampler(UpdateSampler[Chosen]):
 
     def _pack(self, *draw: int) -> list[list[int]]:
         generator = np.random.default_rng(derive_seed(self.seed, *draw))
-        if self._balanced is None:
-            order = generator.permutation(self.num_samples).tolist()
-        else:
-            order, _ = self._balanced.draw(self.num_samples, generator)
+        order, _ = self._order.draw(self.num_samples, generator)
         return list(pack(self.lengths, order, self.row, self.slots))
 
 

@@ -14,15 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from lightning.pytorch.utilities import rank_zero_only
 
 from longseq.plugins import plugin_of
 from longseq.tasks.config import read
 from longseq.tasks.data.labels import Labels, count_classes, find_weights, rarest_labels, sort_names, targets_of
-from longseq.tasks.data.loader import BatchLoader, TrainingLoader, find_place, follow
+from longseq.tasks.data.loader import BatchLoader, TrainingLoader, find_place
 from longseq.tasks.data.module import TaskData, refuse_larger_shares, same_root
-from longseq.tasks.document import libraries as _libraries  # noqa: F401  registers its source
 from longseq.tasks.document import sources
 from longseq.tasks.document.batch import DocumentBatches, EveryDocument, PackedSampler, Split
 from longseq.tasks.document.config import DocumentDataKeys, DocumentInfo
@@ -30,11 +28,9 @@ from longseq.tasks.document.inputs import DocumentFiles
 from longseq.tasks.document.model import LINEAR
 from longseq.tasks.document.sources import Reader, Sample
 from longseq.tasks.text import store
-from longseq.tasks.text.corpora import in_cache, tokenizer_of
-from longseq.tasks.text.documents import batched, encode
-from longseq.tasks.text.prepare import manifest_of
+from longseq.tasks.text.prepare import Encoded, batched, encode, manifest_of, tokenizer_of
 from longseq.tasks.text.sources import Document, Malformed
-from longseq.tasks.text.store import SPLITS, STAGES, Integers
+from longseq.tasks.text.store import SPLITS, STAGES, Integers, in_cache
 from longseq.tasks.text.tokenizer import (
     ByteTokenizer,
     Tokenizer,
@@ -71,7 +67,7 @@ class DocumentData(TaskData):
     a function of (`seed`, epoch, place in the epoch), and the windows of `random_crops` of (`seed`, epoch, document).
     """
 
-    info_class = DocumentInfo
+    keys_class, info_class = DocumentDataKeys, DocumentInfo
     inputs = DocumentFiles
 
     def __init__(
@@ -88,10 +84,7 @@ class DocumentData(TaskData):
 
         The checkpoint `init` gives the default tokenizer.
         """
-        super().__init__()
-        self.keys = keys = read(DocumentDataKeys, vars(keys), "data")
-        self.batch_size, self.eval_batch_size = batch_size, keys.eval_batch_size or batch_size
-        self.seed = seed
+        super().__init__(keys, batch_size=batch_size, seed=seed)
         self._wanted = [STAGES[stage] for stage in stages]
         self._init, self._trained = init, trained
         self._is_fitted = False  # by the linear model
@@ -101,7 +94,6 @@ class DocumentData(TaskData):
                 raise ValueError(f"data.{name} is not read by data.source={keys.source}")
         self._splits: dict[str, Split] = {}
         self._samplers: dict[tuple[int, ...], PackedSampler] = {}
-        self._info: DocumentInfo | None = None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], batch_size: int) -> DocumentData:
@@ -126,13 +118,7 @@ class DocumentData(TaskData):
 
     @classmethod
     def for_evaluation(
-        cls,
-        config: Mapping[str, Any],
-        changes: Mapping[str, Any],
-        *,
-        split: str,
-        trained: DocumentInfo,
-        batch_size: int,
+        cls, config: Mapping[str, Any], changes: Mapping[str, Any], *, split: str, trained: Any, batch_size: int
     ) -> DocumentData:
         copied = ("multi_label", "text_column", "max_length", "truncation", "segment")
         given = {"name": "given", "source": "files", **{key: getattr(trained, key) for key in copied}}
@@ -159,30 +145,20 @@ class DocumentData(TaskData):
         return datamodule
 
     @property
-    def info(self) -> DocumentInfo:
-        """The info of the documents; available after `setup`."""
-        assert self._info is not None, "call setup() first"
-        return self._info
-
-    @property
     def registered_parts(self) -> list[Any]:
         return [self._source.open] if plugin_of(self._source.open) else []
 
     @property
-    def batches_per_epoch(self) -> int:
-        return len(self._sample())
-
-    @property
     def tokens_per_epoch(self) -> int:
         """Tokens of the training documents that an epoch reads, after truncation."""
-        return self._sample().tokens_per_epoch
+        return self.training_sampler().tokens_per_epoch
 
     def split(self, stage: str) -> Split:
         """The documents of train, val or test; available after `setup`."""
         return self._splits[stage]
 
     def setup(self, stage: str | None = None) -> None:
-        """Opens the documents and prepares the tokens that the cache lacks; a second call does nothing."""
+        """Open the documents, and prepare the tokens that the cache lacks."""
         if self._splits:
             return
         opened, wanted = self._source.open(self.keys), self._wanted
@@ -208,36 +184,21 @@ class DocumentData(TaskData):
         self._finish(found, numbers, tokenizer)
 
     def train_dataloader(self) -> TrainingLoader:
-        sampler = copy.copy(self._sample())  # the loader counts epochs in it
+        sampler = copy.copy(self.training_sampler())  # the loader counts epochs in it
         crops = self.seed if self.keys.random_crops else None
-        return TrainingLoader(
-            DocumentBatches(self._splits["train"], self.batch_size, sampler.longest, crops=crops),  # type: ignore[arg-type]
-            sampler,
-            num_workers=self.keys.num_workers,
-            pin_memory=self.keys.pin_memory and torch.cuda.is_available(),
-            **follow(self.trainer),
-        )
+        batches = DocumentBatches(self._splits["train"], self.batch_size, sampler.longest, crops=crops)
+        return self.training_loader(batches, sampler)
 
-    def val_dataloader(self) -> BatchLoader:
-        return self._evaluation_loader("val")
-
-    def test_dataloader(self) -> BatchLoader:
-        return self._evaluation_loader("test")
-
-    def _evaluation_loader(self, stage: str) -> BatchLoader:
+    def evaluation_loader(self, stage: str) -> BatchLoader:
         rank, world_size, _ = find_place(self.trainer)
         lengths = self._splits[stage].lengths
         # Without a chosen budget, a document may be longer than a training batch.
         budget = self.keys.eval_batch_size or max(self.batch_size, int(lengths.max()))
         sampler = EveryDocument(lengths, budget, rank=rank, world_size=world_size)
-        return BatchLoader(
-            DocumentBatches(self._splits[stage], budget, sampler.longest),  # type: ignore[arg-type]
-            sampler,  # type: ignore[arg-type]
-            num_workers=self.keys.num_workers,
-            pin_memory=self.keys.pin_memory and torch.cuda.is_available(),
-        )
+        batches = DocumentBatches(self._splits[stage], budget, sampler.longest)
+        return BatchLoader(batches, sampler, **self.loader_options())
 
-    def _sample(self) -> PackedSampler:
+    def training_sampler(self) -> PackedSampler:
         """The sampler of training, made once for each place, since it packs all documents."""
         place, train = find_place(self.trainer), self._splits["train"]
         if (key := (self.batch_size, *place)) not in self._samplers:
@@ -448,8 +409,8 @@ def _write(reader: Reader, tokenizer: Tokenizer | Bare, folder: Path) -> None:
 
     for batch in batched(readable()):
         labels = np.array([numbers.setdefault(one.labels, len(numbers)) for one in batch], np.int64)
-        tokens, lengths, byte_counts, hashes = _encode(batch, tokenizer)
-        writer.add(tokens, lengths, byte_counts, labels=labels, hashes=hashes)
+        one = _encode(batch, tokenizer)
+        writer.add(one.tokens, one.lengths, one.byte_counts, labels=labels, hashes=one.hashes)
     (folder / _LEFT_OUT).write_text("".join(f"{line}\n" for line in left_out), encoding="utf-8")
     manifest = {
         **manifest_of(tokenizer, folder),
@@ -460,17 +421,14 @@ def _write(reader: Reader, tokenizer: Tokenizer | Bare, folder: Path) -> None:
     write_text(folder / store.MANIFEST, json.dumps(manifest, indent=1) + "\n")
 
 
-def _encode(batch: list[Sample], tokenizer: Tokenizer | Bare) -> tuple[Any, Any, Any, Any]:
-    """Tokens end to end, lengths, bytes and hashes of documents."""
+def _encode(batch: list[Sample], tokenizer: Tokenizer | Bare) -> Encoded:
     if isinstance(tokenizer, Bare):
         documents = [np.asarray(one.document) for one in batch]
         digests = [hashlib.blake2b(one.astype("<i8").tobytes(), digest_size=16).digest() for one in documents]
         lengths = np.array([len(one) for one in documents], np.int64)
         hashes = np.frombuffer(b"".join(digests), "<u8").reshape(-1, 2)
-        return np.concatenate(documents), lengths, np.zeros_like(lengths), hashes
-    texts = (Document(str(one.document), place=one.place) for one in batch)
-    encoded = encode(texts, tokenizer)
-    return encoded.tokens, encoded.lengths, encoded.byte_counts, encoded.hashes
+        return Encoded(np.concatenate(documents), lengths, np.zeros_like(lengths), np.zeros_like(lengths), hashes)
+    return encode((Document(str(one.document), place=one.place) for one in batch), tokenizer)
 
 
 def divide(found: Labelled, fractions: Mapping[str, float], *, multi_label: bool) -> dict[str, Integers]:

@@ -16,7 +16,7 @@ from longseq.kernels.packing import Packing
 from longseq.tasks.data.module import Inputs, Predict, Prediction, Unreadable, decided_details, predictions_of
 from longseq.tasks.document.batch import truncate
 from longseq.tasks.document.config import DocumentInfo
-from longseq.tasks.document.sources import preparation_of
+from longseq.tasks.document.sources import find
 from longseq.tasks.text.sources import (
     STREAM,
     TEXT,
@@ -59,7 +59,7 @@ class DocumentFiles(Inputs):
     def __init__(self, parts: list[Part], columns: Columns, info: DocumentInfo, tokenizer: Tokenizer) -> None:
         self.parts, self.columns, self.info, self.tokenizer = parts, columns, info, tokenizer
         self.details = (*type(self).details, *decided_details(info))
-        self._prepare = preparation_of(info.source)
+        self._prepare = None if info.source is None else find(info.source).prepare
 
     @classmethod
     def open(cls, path: str, info: DocumentInfo, keys: Predict) -> DocumentFiles:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ class DocumentTask(ClassifierModule):
 
     kept_options = ("label_smoothing", "chosen_metrics", "metric", "threshold")
 
+    linear_scores: Mapping[str, float] = MappingProxyType({})  # of the linear model, see `LinearBaseline`
     documents_by_length: Mapping[str, int] | None = None
     length_quartiles: Sequence[int] = ()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,9 +20,6 @@ from longseq.tasks.document.model import fit_linear, read_documents
 from longseq.tasks.training import metrics, targets
 from longseq.tasks.training.class_report import ClassReport
 from longseq.tasks.training.metrics import Scores, choose_thresholds, decide, update_metrics
-
-if TYPE_CHECKING:
-    from longseq.tasks.document.module import DocumentTask
 
 
 class LabelCalibrationError(metrics.ClosedBins, BinaryCalibrationError):
@@ -123,17 +120,17 @@ class LinearBaseline(Callback):
 
     def __init__(self, most_documents: int = 50_000) -> None:
         self.most_documents = most_documents
-        self.scores: dict[str, float] = {}
 
     @rank_zero_only
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        is_linear = isinstance(pl_module.backbone, LinearTextClassifier)
+        module: Any = pl_module
+        is_linear = isinstance(module.backbone, LinearTextClassifier)
         if is_linear or (data.info.sizes["train"] or 0) > self.most_documents:
             return
-        self.scores = self._measure(data, pl_module)
-        name = _compared(pl_module, self.scores)
-        print(f"linear model: test/{name} {self.scores[name]:.4f}, TF-IDF and logistic regression", flush=True)
+        module.linear_scores = self._measure(data, module)
+        name = _compared(module)
+        print(f"linear model: test/{name} {module.linear_scores[name]:.4f}, TF-IDF and logistic regression", flush=True)
 
     @torch.inference_mode()
     def _measure(self, data: Any, module: Any) -> dict[str, float]:
@@ -164,19 +161,17 @@ class DocumentReport(ClassReport):
     unit = "documents"
     headline = ("accuracy", "f1_macro", "average_precision", "calibration_error", "loss")
 
-    def extras(self, module: DocumentTask, info: DocumentInfo, split: str) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        if (baseline := _baseline(module)) is not None:
-            found |= {f"{split}/linear_{name}": value for name, value in baseline.scores.items()}
+    def extras(self, module: Any, info: DocumentInfo, split: str) -> dict[str, Any]:
+        found: dict[str, Any] = {f"{split}/linear_{name}": value for name, value in module.linear_scores.items()}
         if module.documents_by_length is not None:
             found[f"{split}/documents_by_length"] = dict(module.documents_by_length)
             found[f"{split}/length_quartiles"] = list(module.length_quartiles)
         return found | super().extras(module, info, split)
 
-    def counts(self, module: DocumentTask, info: DocumentInfo, split: str) -> dict[str, int]:
+    def counts(self, module: Any, info: DocumentInfo, split: str) -> dict[str, int]:
         return {f"{split}/documents": sum((module.documents_by_length or {}).values())}
 
-    def rows(self, module: DocumentTask, info: DocumentInfo) -> list[tuple[str, str]]:
+    def rows(self, module: Any, info: DocumentInfo) -> list[tuple[str, str]]:
         measured, found = module.trainer.callback_metrics, module.documents_by_length or {}
         quartiles = module.length_quartiles
         bounds = [*(f"up to {length:,}" for length in quartiles), *(f"over {length:,}" for length in quartiles[2:])]
@@ -187,16 +182,16 @@ class DocumentReport(ClassReport):
             )
             for name, count in found.items()
         ]
-        if (baseline := _baseline(module)) is not None:
-            text = f"{baseline.scores['accuracy']:.4f} by TF-IDF and logistic regression on the same documents"
+        if scores := module.linear_scores:
+            text = f"{scores['accuracy']:.4f} by TF-IDF and logistic regression on the same documents"
             rows.append(("linear model", text))
         return rows + super().rows(module, info)
 
-    def closing(self, module: DocumentTask, info: DocumentInfo) -> str | None:
-        if (baseline := _baseline(module)) is None:
+    def closing(self, module: Any, info: DocumentInfo) -> str | None:
+        if not module.linear_scores:
             return None
-        name = _compared(module, baseline.scores)
-        ahead = baseline.scores[name] - float(module.trainer.callback_metrics[f"test/{name}"])
+        name = _compared(module)
+        ahead = module.linear_scores[name] - float(module.trainer.callback_metrics[f"test/{name}"])
         ahead = ahead if module.directions().get(f"test/{name}", True) else -ahead
         return f"the linear model is better on this set by {ahead:.4f} {name}: model=linear" if ahead > 0 else None
 
@@ -204,13 +199,7 @@ class DocumentReport(ClassReport):
         return [*super().next_commands(checkpoint), f"longseq predict {checkpoint} input=FILE"]
 
 
-def _compared(module: Any, scores: Mapping[str, float]) -> str:
+def _compared(module: Any) -> str:
     """The metric that chooses the best checkpoint, or the accuracy if the linear model is not measured by it."""
     name = str(module.metric).rpartition("/")[2]
-    return name if name in scores else "accuracy"
-
-
-def _baseline(module: DocumentTask) -> LinearBaseline | None:
-    """The callback, if it has measured the linear model."""
-    callbacks: list[Any] = module.trainer.callbacks  # type: ignore[attr-defined]
-    return next((callback for callback in callbacks if isinstance(callback, LinearBaseline) and callback.scores), None)
+    return name if name in module.linear_scores else "accuracy"

@@ -16,23 +16,20 @@ from typing_extensions import Self
 
 from longseq.tasks.config import read
 from longseq.tasks.data.labels import count_classes, find_weights, name_some, rarest_labels
-from longseq.tasks.data.loader import Batch, BatchLoader, Failure, TrainingLoader, find_place, follow, work_ahead
+from longseq.tasks.data.loader import Batch, BatchLoader, Failure, TrainingLoader, find_place, work_ahead
 from longseq.tasks.data.module import TaskData, same_root
-from longseq.tasks.data.sampler import BalancedSampler, EvaluationSampler, TrainingSampler
-from longseq.tasks.image.config import LABEL_KEYS, OWN, OWN_KEYS, Augmentation, ImageDataKeys
+from longseq.tasks.data.sampler import EvaluationSampler, TrainingSampler
+from longseq.tasks.image.config import LABEL_KEYS, OWN, OWN_KEYS, Augmentation, DataInfo, ImageDataKeys
 from longseq.tasks.image.datasets import EvaluationBatches, StreamBatches, StreamLoader, TrainingBatches
-from longseq.tasks.image.device import DeviceTransform
-from longseq.tasks.image.draws import EncodedTrainingBatches, TrainingDraws
+from longseq.tasks.image.device import DeviceTransform, EncodedTrainingBatches, TrainingDraws
 from longseq.tasks.image.files import (
     FolderLayout,
     Layout,
-    ShardLayout,
     TableLayout,
     class_numbers,
     names_by_number,
     require_same_numbers,
 )
-from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.predict import ImageFiles
 from longseq.tasks.image.sources import (
     SOURCES,
@@ -62,7 +59,6 @@ _KINDS = {"train": "train", "val": "validation", "test": "test"}
 _LAYOUTS: Mapping[str, type[Layout] | None] = {
     "folder": FolderLayout,
     "csv": TableLayout,
-    "shards": ShardLayout,
     OWN: OwnLayout,
     "torch/folder": FolderLayout,
     "torch/image_folder": FolderLayout,
@@ -72,29 +68,26 @@ _LAYOUTS: Mapping[str, type[Layout] | None] = {
 class ImageDataModule(TaskData):
     """Images of one source, augmented for training, with fixed sets for validation and test.
 
-    `source` is digits, fashion_mnist, cifar10, folder (a folder or a .tar with class folders), shards, csv (see
+    `source` is digits, fashion_mnist, cifar10, folder (a folder or a .tar with class folders), csv (see
     `longseq.tasks.image.files`), own (Datasets, see `longseq.tasks.image.sources.DatasetSource`), or a name that timm
     reads: hfds/NAME, torch/NAME, and the streams hfids/NAME and wds/NAME. Batches are (images, targets): uint8 images
     on the host, and normalised float32 [B, C, S, S] on the device. Targets are int64 [B], with `multi_label` float32
     [B, classes] of 0 and 1.
     `batch_size` is the training batch of one device. Training draws are functions of (seed, epoch, sample, repeat).
     `split_seed`, not the seed of the run, chooses the validation images that are held out. For classes of different
-    sizes, see `longseq.tasks.data.labels.find_weights` and `longseq.tasks.data.sampler.BalancedSampler`.
+    sizes, see `longseq.tasks.data.labels.find_weights` and `longseq.tasks.data.sampler.EpochOrder`.
     """
 
-    info_class = DataInfo
+    keys_class, info_class = ImageDataKeys, DataInfo
     inputs = ImageFiles
 
     def __init__(
         self, keys: ImageDataKeys, *, batch_size: int, seed: int = 0, augment: Mapping[str, Any] | None = None
     ) -> None:
-        super().__init__()
-        self.keys = keys = read(ImageDataKeys, vars(keys), "data")
+        super().__init__(keys, batch_size=batch_size, seed=seed)
         self.root = None if keys.root is None else os.path.expanduser(keys.root)
-        self.seed = seed
         self.take_recipe({"recipe": {"augment": augment or {}}}, batch_size)
         self._unreadable: dict[str, str] = {}  # the reason by path
-        self._info: DataInfo | None = None
         self.splits: Splits | None = None  # None for a stream, and before `setup`
 
     @classmethod
@@ -139,12 +132,6 @@ class ImageDataModule(TaskData):
         return datamodule
 
     @property
-    def info(self) -> DataInfo:
-        """What models, checkpoints and exported files need to know of the data; available after `setup`."""
-        assert self._info is not None, "call setup() first"
-        return self._info
-
-    @property
     def unreadable(self) -> list[str]:
         """Paths of the images that this process could not read so far."""
         return list(self._unreadable)
@@ -167,7 +154,6 @@ class ImageDataModule(TaskData):
             self.splits = self.splits or self._open_splits()
 
     def setup(self, stage: str | None = None) -> None:
-        """Open the data; `stage` has no effect, and a second call does nothing."""
         if self._info is not None:
             return
         keys = self.keys
@@ -287,7 +273,7 @@ class ImageDataModule(TaskData):
             if self.keys.decode == "gpu":
                 raise ValueError("a stream needs data.decode=cpu")
             return self._stream_loader("train", training_transform(self.info, self.augmentation))
-        split, options = self.splits.train, self._loader_options()
+        split, options = self.splits.train, dict[str, Any]()
         batches: TrainingBatches
         if self.keys.decode == "cpu":
             transform = training_transform(self.info, self.augmentation)
@@ -299,35 +285,30 @@ class ImageDataModule(TaskData):
                 raise ValueError("data.decode=gpu needs a CUDA device")
             batches = EncodedTrainingBatches(split, TrainingDraws(self.info, self.augmentation), self.seed)
             work = DeviceTransform(split, self.info, self.augmentation, device, seed=self.seed)
-            options["finish"] = partial(_finish, work, device, options["num_workers"])
-        return TrainingLoader(batches, self._sampler(split), **options, **follow(self.trainer))
+            options["finish"] = partial(_finish, work, device, self.loader_options()["num_workers"])
+        return self.training_loader(batches, self._sampler(split), **options)
 
     def _sampler(self, train: Split) -> TrainingSampler:
-        options: dict[str, Any] = {"seed": self.seed, "repeats": self.repeats, **find_place(self.trainer)._asdict()}
-        if self.keys.sampling is None:
-            return TrainingSampler(len(train), self.batch_size, **options)
-        targets = self._training_targets(self.info.num_classes)
-        return BalancedSampler(rarest_labels(targets), self.batch_size, **options)
-
-    def val_dataloader(self) -> BatchLoader:
-        return self._evaluation_loader("validation")
-
-    def test_dataloader(self) -> BatchLoader:
-        return self._evaluation_loader("test")
+        balanced = self.keys.sampling is not None
+        classes = rarest_labels(self._training_targets(self.info.num_classes)) if balanced else None
+        place = find_place(self.trainer)._asdict()
+        return TrainingSampler(
+            len(train), self.batch_size, repeats=self.repeats, classes=classes, seed=self.seed, **place
+        )
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> tuple[Tensor, Tensor]:
         """Normalise on the device: the host then transfers a quarter of the bytes."""
         images, targets = batch
         return normalize(images, self.info), targets
 
-    def _evaluation_loader(self, kind: str) -> BatchLoader:
+    def evaluation_loader(self, stage: str) -> BatchLoader:
         transform = evaluation_transform(self.info)
         if self.splits is None:
-            return self._stream_loader(kind, transform)
-        split: Split = getattr(self.splits, kind)
+            return self._stream_loader(_KINDS[stage], transform)
+        split: Split = getattr(self.splits, _KINDS[stage])
         rank, world_size, _ = find_place(self.trainer)
         sampler = EvaluationSampler(len(split), self.eval_batch_size, rank=rank, world_size=world_size)
-        return BatchLoader(EvaluationBatches(split, transform, self.info), sampler, **self._loader_options())
+        return BatchLoader(EvaluationBatches(split, transform, self.info), sampler, **self.loader_options())
 
     def _stream(self, kind: str) -> Any:
         return open_stream(self.keys, self.root, kind, batch_size=self.batch_size, seed=self.seed)
@@ -343,7 +324,7 @@ class ImageDataModule(TaskData):
 
     def _stream_loader(self, kind: str, transform: Any) -> StreamLoader:
         rank, world_size, _ = find_place(self.trainer)
-        training, stream, options = kind == "train", self._stream(kind), self._loader_options()
+        training, stream, options = kind == "train", self._stream(kind), self.loader_options()
         shards = stream.reader.shards  # a worker reads whole shards
         options["num_workers"] = min(options["num_workers"], max(1, shards // world_size) if training else shards)
         batches = StreamBatches(
@@ -359,15 +340,12 @@ class ImageDataModule(TaskData):
         epoch = lambda: self.trainer.current_epoch if self.trainer else 0  # noqa: E731
         return StreamLoader(batches, **options, epoch=epoch)
 
-    def _loader_options(self) -> dict[str, Any]:
-        workers = self.keys.num_workers
-        if workers is None:
-            workers = min(_MOST_WORKERS, usable_cores() // (self.trainer.num_devices if self.trainer else 1))
-        return {
-            "num_workers": workers,
-            "pin_memory": self.keys.pin_memory and torch.cuda.is_available(),
-            "report": self._record,
-        }
+    def loader_options(self) -> dict[str, Any]:
+        options = super().loader_options() | {"report": self._record}
+        if options["num_workers"] is None:
+            devices = self.trainer.num_devices if self.trainer else 1
+            options["num_workers"] = min(_MOST_WORKERS, usable_cores() // devices)
+        return options
 
     def _record(self, failures: list[Failure]) -> None:
         """Record and log the unreadable images of a batch; ValueError for a wrong label, or with on_error=raise."""

@@ -18,11 +18,16 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from longseq.tasks.data.labels import LabelError, number_of_class
 from longseq.tasks.data.loader import UNREADABLE, Batch, BatchLoader, Failure
 from longseq.tasks.data.sampler import SampleIndex, derive_seed
+from longseq.tasks.image.config import DataInfo
 from longseq.tasks.image.decoding import decode, decoding, first_line
-from longseq.tasks.image.info import DataInfo
-from longseq.tasks.image.sources import Split, as_image
+from longseq.tasks.image.sources import Source, Split, as_image
 
 REPLACEMENTS = 100
+
+
+def read_decoded(source: Source, index: int) -> tuple[Image.Image, Any]:
+    """A decoded image and its class."""
+    return source.read(index)
 
 
 class TrainingBatches(Dataset[Batch]):
@@ -32,12 +37,10 @@ class TrainingBatches(Dataset[Batch]):
     replacements in a row are unreadable.
     """
 
+    read_source: Callable[[Any, int], tuple[Any, Any]] = staticmethod(read_decoded)
+
     def __init__(self, split: Split, transform: Callable[..., Any], seed: int) -> None:
         self.split, self.transform, self.seed = split, transform, seed
-        self.read: Callable[[Split, int], tuple[Any, Any] | Failure] = read_or_failure
-
-    def __len__(self) -> int:
-        return len(self.split)
 
     def __getitem__(self, indices: list[SampleIndex]) -> Batch:
         failures: list[Failure] = []
@@ -62,7 +65,7 @@ class TrainingBatches(Dataset[Batch]):
     def _read(self, index: SampleIndex, failures: list[Failure]) -> tuple[Any, Any]:
         for attempt in range(REPLACEMENTS):
             position = replace_position(self.seed, index, attempt, len(self.split)) if attempt else index.position
-            result = self.read(self.split, position)
+            result = read_or_failure(self.split, position, self.read_source)
             if not isinstance(result, Failure):
                 return result
             failures.append(result)
@@ -74,9 +77,6 @@ class EvaluationBatches(Dataset[Batch]):
 
     def __init__(self, split: Split, transform: Callable[[Image.Image], Any], info: DataInfo) -> None:
         self.split, self.transform, self.info = split, transform, info
-
-    def __len__(self) -> int:
-        return len(self.split)
 
     def __getitem__(self, positions: list[int]) -> Batch:
         failures: list[Failure] = []
@@ -252,11 +252,13 @@ def replace_position(seed: int, index: SampleIndex, attempt: int, count: int) ->
     return derive_seed(seed, *index, attempt) % count
 
 
-def read_or_failure(split: Split, position: int) -> tuple[Image.Image, Any] | Failure:
-    """The decoded image at a position of a split and its class, or the reason why it cannot be read."""
+def read_or_failure(
+    split: Split, position: int, read: Callable[[Source, int], tuple[Any, Any]] = read_decoded
+) -> tuple[Any, Any] | Failure:
+    """The image at a position of a split, as `read` gives it, and its class; or the reason why it cannot be read."""
     index = int(split.indices[position])
     try:
-        return split.source.read(index)
+        return read(split.source, index)
     except LabelError as error:
         return Failure(split.source.path(index), str(error), stops=True)
     except UNREADABLE as error:

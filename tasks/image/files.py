@@ -1,28 +1,15 @@
-"""Images in files: class folders, tar files, tables and shards, and where each of them keeps its splits.
-
-A folder of shards, which `longseq prepare task=image` writes, holds for each split (train, validation, test):
-
-    SPLIT-000000.tar, ...   each image as KEY.jpg (or another ending), and its class number as KEY.cls, or its labels as
-                            KEY.json ({"labels": [names]}): the layout of WebDataset
-    SPLIT.index.npy         int64 [N, 3]: shard, offset and length of the image's bytes
-    SPLIT.targets.npy       int64 [N], class numbers; or uint8 [N, classes] of 0 and 1, several labels
-    SPLIT.names.txt         N lines: the image's path in the input, relative to its folder, as JSON text
-
-and manifest.json: the class names, the shards, and the images that could not be read. The manifest is written last: a
-folder without it is incomplete.
-"""
+"""Images in files: class folders, tar files and tables, and where each of them keeps its splits."""
 
 from __future__ import annotations
 
 import csv
 import io
-import json
 import os
 import tarfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from PIL import Image
@@ -31,11 +18,8 @@ from timm.utils.misc import natural_key
 
 from longseq.tasks.data.labels import LABEL_COLUMN, Labels, name_some, no_column, read_labels, sort_names, targets_of
 from longseq.tasks.data.module import same_root
+from longseq.tasks.image.config import ImageDataKeys
 from longseq.tasks.image.decoding import decode, is_hidden, is_image
-
-if TYPE_CHECKING:
-    from longseq.tasks.image.config import ImageDataKeys
-    from longseq.tasks.image.sources import Source
 
 ClassMap = str | Mapping[str, int] | None
 
@@ -46,7 +30,26 @@ SPLIT_KEYS = {"train": "train_split", "validation": "val_split", "test": "test_s
 
 # The default column of file names, as in Hugging Face's image folders.
 FILE_COLUMN = "file_name"
-MANIFEST = "manifest.json"
+
+
+class Source(Protocol):
+    """Images with random access."""
+
+    class_names: list[str]
+
+    def __len__(self) -> int: ...
+
+    def read(self, index: int) -> tuple[Image.Image, Any]:
+        """The decoded image and its class, or [C] of 0 and 1 for several labels.
+
+        Raises one of UNREADABLE, or LabelError for a wrong label.
+        """
+
+    def path(self, index: int) -> str:
+        """The name of the image in messages and tables."""
+
+    def targets(self) -> np.ndarray | None:
+        """All classes [N], or [N, C] of 0 and 1 for several labels; None if unknown before the images are read."""
 
 
 class Layout(ABC):
@@ -327,37 +330,3 @@ def _read_rows(path: Path, keys: ImageDataKeys) -> Iterator[tuple[int, str, Labe
             except ValueError as error:
                 raise ValueError(f"{path}, line {line}: {error}") from None
             yield line, image, labels
-
-
-class ShardLayout(Layout):
-    """A folder of shards. ValueError if it was prepared with another `multi_label`."""
-
-    def __init__(self, keys: ImageDataKeys) -> None:
-        super().__init__(keys)
-        self.manifest = json.loads(Path(self.root, MANIFEST).read_text(encoding="utf-8"))
-        if self.manifest["multi_label"] != keys.multi_label:
-            found = str(self.manifest["multi_label"]).lower()
-            raise ValueError(f"data.root={self.root} was prepared with multi_label={found}")
-        self.names = {kind: kind for kind in SPLIT_NAMES}
-        self.whole = "train" if list(self.manifest["splits"]) == ["train"] else None
-
-    def find(self, kind: str, name: str) -> str | None:
-        return name if name in self.manifest["splits"] else None
-
-    def open(self, part: str, class_names: Sequence[str] | None = None) -> FileSource:
-        """The images of a part. Classes are numbered as in `class_names` if these are the same classes."""
-        root, names = Path(self.root), self.manifest["class_names"]
-        targets = np.load(root / f"{part}.targets.npy")
-        if class_names is not None and set(class_names) == set(names):
-            if self.keys.multi_label:
-                targets = targets[:, [names.index(name) for name in class_names]]
-            else:
-                targets = np.array([list(class_names).index(name) for name in names])[targets]
-            names = class_names
-        shards = [str(root / shard) for shard in self.manifest["splits"][part]["shards"]]
-        index = np.load(root / f"{part}.index.npy").tolist()
-        places = [(shards[shard], offset, size) for shard, offset, size in index]
-        lines = (root / f"{part}.names.txt").read_text(encoding="utf-8").splitlines()
-        paths = [f"{shards[shard]}/{json.loads(line)}" for (shard, _, _), line in zip(index, lines, strict=True)]
-        targets = targets.astype(np.float32) if self.keys.multi_label else targets
-        return FileSource(f"{self.root}/{part}", names, targets, paths, places)

@@ -22,7 +22,7 @@ from longseq.models import PLUGIN, TIMM, describe
 from longseq.plugin_models import TARGET, make_plugin_model
 from longseq.plugins import find_class
 from longseq.tasks.data.labels import name_some
-from longseq.tasks.image.info import DataInfo
+from longseq.tasks.image.config import DataInfo
 from longseq.tasks.training.model import TaskModel, copy_weights, mixer_options, note, refuse_difference
 from longseq.timm_models import DECISION, constructor_defaults, stated_by
 

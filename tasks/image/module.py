@@ -11,15 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from longseq.tasks.config import Criterion
-from longseq.tasks.data.loader import (
-    IMAGES,
-    TARGETS,
-    check_class_numbers,
-    check_several_labels,
-    find_entry,
-    likeliest_classes,
-)
-from longseq.tasks.image.info import DataInfo
+from longseq.tasks.data.loader import IMAGES, TARGETS, check_class_numbers, check_several_labels, find_entry
+from longseq.tasks.image.config import DataInfo
 from longseq.tasks.image.model import state_data, state_decision
 from longseq.tasks.image.transforms import BatchMixing, normalize
 from longseq.tasks.training.classifier import ClassifierModule
@@ -224,7 +217,8 @@ class ImageClassifier(ClassifierModule):
                 loss = functional.cross_entropy(logits, targets)
             metrics["loss"].update(loss, weight=len(targets))
         measured = torch.zeros(0, self.num_classes, device=targets.device) if logits is None else logits
-        classes = targets.long() if self.multi_label else likeliest_classes(targets)
+        is_distribution = targets.ndim == 2 and not self.multi_label
+        classes = targets.argmax(dim=1) if is_distribution else targets.long()
         self.measure(self.rankable(measured), classes, metrics, stage)
         return logits
 

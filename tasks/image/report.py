@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 import os
 from collections.abc import Sequence
@@ -18,15 +16,14 @@ from torchvision.transforms.functional import pil_to_tensor, to_pil_image
 
 from longseq.blocks.sharding import has_shards
 from longseq.tasks.data.sampler import EvaluationSampler
+from longseq.tasks.image.config import DataInfo
 from longseq.tasks.image.datasets import EvaluationBatches
-from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.module import ImageClassifier
-from longseq.tasks.image.predict import saliency, shade
 from longseq.tasks.image.sources import Split
 from longseq.tasks.image.transforms import denormalize, evaluation_transform
 from longseq.tasks.training import targets
 from longseq.tasks.training.callbacks.charts import find_board
-from longseq.tasks.training.class_report import ClassReport
+from longseq.tasks.training.class_report import ClassReport, to_csv
 from longseq.tasks.training.system import write_text
 
 COLUMNS = ("path", "true_class", "predicted_class", "probability", "loss")
@@ -56,7 +53,6 @@ class ImageReport(ClassReport):
 @targets.register("callback")
 class SamplePredictions(Callback):
     """Adds `val/samples`: images from the whole validation split, with the predicted and the true class.
-    `val/saliency` shows which of their pixels change the score of the predicted class.
 
     All runs on the same data show the same `count` images, in their validations 1, 2, 4, 8, ... Models that are sharded
     over processes have none.
@@ -82,13 +78,11 @@ class SamplePredictions(Callback):
         images, true = trainer.strategy.batch_to_device(converted, module.device)
         devices = [module.device] if module.device.type == "cuda" else []
         with trainer.precision_plugin.forward_context(), torch.random.fork_rng(devices):
-            found = [saliency(module, part) for part in images.split(datamodule.batch_size)]
-        logits, maps = (torch.cat(parts) for parts in zip(*found, strict=True))
+            logits = torch.cat([module(part).float() for part in images.split(datamodule.batch_size)])
         info: DataInfo = datamodule.info
-        pixels = denormalize(images, info).cpu()
         labels = [spell_targets(one, info) for one in (module.decide(logits), true)]
-        for name, shown in (("val/samples", pixels), ("val/saliency", shade(pixels, maps.cpu()))):
-            board.experiment.add_image(name, draw_predictions(shown, *labels), trainer.global_step - 1)
+        picture = draw_predictions(denormalize(images, info).cpu(), *labels)
+        board.experiment.add_image("val/samples", picture, trainer.global_step - 1)
 
 
 @targets.register("callback")
@@ -155,12 +149,8 @@ class WorstErrors(Callback):
             self._keep([one for part in gathered for one in part])
         if not trainer.is_global_zero or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        file = io.StringIO()
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(COLUMNS)
-        for path, true, predicted, probability, loss, _ in self._mistakes:
-            writer.writerow([path, true, predicted, f"{probability:.6f}", f"{loss:.6f}"])
-        write_text(self.folder / "worst_errors_test.csv", file.getvalue())
+        rows = [[*one[:3], f"{one.probability:.6f}", f"{one.loss:.6f}"] for one in self._mistakes]
+        write_text(self.folder / "worst_errors_test.csv", to_csv([COLUMNS, *rows]))
         board, shown = find_board(trainer), self._mistakes[: self.count]
         if shown and board is not None:
             picture = draw_predictions(

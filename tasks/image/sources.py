@@ -8,7 +8,7 @@ import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -19,20 +19,19 @@ from torchvision import datasets as torchvision_datasets
 
 from longseq.tasks.data.labels import LabelError, number_of_class, rarest_labels, require_one_list
 from longseq.tasks.data.loader import IMAGES, TARGETS, find_entry
+from longseq.tasks.image.config import ImageDataKeys
 from longseq.tasks.image.decoding import decode, decoding, image_endings, in_eight_bits, upright
 from longseq.tasks.image.files import (
     SPLIT_KEYS,
     FileSource,
     Layout,
+    Source,
     class_numbers,
     find_split,
     names_by_number,
     open_classes,
 )
 from longseq.tasks.training.targets import TARGET, build_own, is_named
-
-if TYPE_CHECKING:
-    from longseq.tasks.image.config import ImageDataKeys
 
 _log = logging.getLogger(__name__)
 
@@ -41,26 +40,6 @@ _TWO_PARTS = ("cifar10", "cifar100", "fashion_mnist", "kmnist", "mnist", "qmnist
 _TRAINING_WORDS = ("train", "training")
 _HELD_OUT_WORDS = ("val", "valid", "validation", "eval", "evaluation", "test")
 _SETS = {"train": "train_set", "validation": "val_set", "test": "test_set"}
-
-
-class Source(Protocol):
-    """Images with random access."""
-
-    class_names: list[str]
-
-    def __len__(self) -> int: ...
-
-    def read(self, index: int) -> tuple[Image.Image, Any]:
-        """The decoded image and its class, or [C] of 0 and 1 for several labels.
-
-        Raises one of UNREADABLE, or LabelError for a wrong label.
-        """
-
-    def path(self, index: int) -> str:
-        """The name of the image in messages and tables."""
-
-    def targets(self) -> np.ndarray | None:
-        """All classes [N], or [N, C] of 0 and 1 for several labels; None if unknown before the images are read."""
 
 
 @dataclass(frozen=True)

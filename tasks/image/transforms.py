@@ -21,8 +21,7 @@ from torchvision import transforms
 from torchvision.transforms.functional import pil_to_tensor
 
 from longseq.tasks.data.sampler import derive_seed
-from longseq.tasks.image.config import Augmentation
-from longseq.tasks.image.info import DataInfo
+from longseq.tasks.image.config import Augmentation, DataInfo
 
 
 def to_mode(image: Image.Image, mode: str) -> Image.Image:

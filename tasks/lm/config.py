@@ -5,11 +5,66 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from longseq.tasks.config import Keys, TaskKeys, key
-from longseq.tasks.text.keys import TextDataKeys
+from longseq.tasks.config import Count, Keys, Positive, Share, TaskKeys, key
 from longseq.tasks.training.configuration import TokenModelKeys
+
+# The sources that read a key; all of them read the others.
+READ_BY: dict[str, tuple[str, ...]] = {
+    "root": ("files", "tokens"),
+    "weights": ("files", "tokens"),
+    "tokenizer": ("files",),
+    "separator": ("files",),
+    "column": ("files",),
+    "prompt_column": ("files",),
+    "validation": ("standard_library", "files"),
+    "test": ("standard_library", "files"),
+    "cache": ("standard_library", "files"),
+}
+
+
+class TextDataKeys(Keys):
+    """The keys of `data`."""
+
+    name: str = key(..., "the name in tables")
+    source: Literal["standard_library", "files", "tokens"] = key(..., "the kind of text")
+    root: str | Annotated[list[str], Field(min_length=1)] | None = key(
+        None, "a file, a folder, or a list, mixed by weights"
+    )
+    weights: Annotated[list[Positive], Field(min_length=1)] | None = key(None, "the share of each root")
+    check: bool = key(True, "compare the checksums of prepared tokens")
+    tokenizer: str | None = key(None, "bytes, a tokenizer.json or its folder, train:16384; null: init's, else bytes")
+    separator: str | None = key(None, "the token between documents")
+    column: str | None = key(None, "the column of the text, in jsonl, tables and saved sets")
+    prompt_column: str | None = key(None, "the column of the prompts, which are read and not trained on")
+    validation: Share | None = key(None, "the share of the text that validates")
+    test: Share | None = key(None, "the share of the text that tests")
+    cache: str | None = key(None, "the folder of prepared text; null: longseq/text in XDG_CACHE_HOME")
+    window: int = key(..., "the tokens of a window", ge=2)
+    packing: Literal["concatenated", "documents", "streams"] = key("concatenated", "how windows are filled")
+    reset_state: bool = key(True, "reset the state where a document begins")
+    eval_batch_size: Count | None = key(None, "windows at a time; null: the training batch of one device")
+    num_workers: int = key(0, "processes that read windows", ge=0)
+    pin_memory: bool = key(False, "copy batches to a GPU from pinned memory")
+
+    @model_validator(mode="after")
+    def _agree(self) -> TextDataKeys:
+        if self.root is None and self.source in ("tokens", "files"):
+            raise ValueError(f"data={self.name} reads a folder or a file: give data.root=PATH")
+        for name, sources in READ_BY.items():
+            if getattr(self, name) is not None and self.source not in sources:
+                raise ValueError(f"{name} is not read by source={self.source}: set data.{name}=null")
+        if (self.validation or 0) + (self.test or 0) >= 1:
+            raise ValueError("validation and test leave nothing to train on: give less than 1")
+        roots = len(self.root) if isinstance(self.root, list) else 1
+        if self.weights is not None and len(self.weights) != roots:
+            raise ValueError(f"weights has {len(self.weights)} entries, root {roots}: give one for each folder")
+        if self.packing == "streams" and roots > 1:
+            raise ValueError("packing=streams reads one corpus: give one root, or another packing")
+        if self.packing == "documents" and not self.reset_state:
+            raise ValueError("packing=documents keeps documents apart: leave reset_state at true")
+        return self
 
 
 class LossKeys(Keys):

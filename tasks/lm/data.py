@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-import torch
-
 from longseq.tasks.config import read
-from longseq.tasks.data.loader import BatchLoader, TrainingLoader, find_place, follow
+from longseq.tasks.data.loader import BatchLoader, TrainingLoader, find_place
 from longseq.tasks.data.module import TaskData, refuse_larger_shares, same_root
-from longseq.tasks.data.sampler import UpdateSampler
-from longseq.tasks.text.batch import WindowBatches
-from longseq.tasks.text.corpora import fractions_of, keep_tokenizer, open_corpora, tokenizer_of
-from longseq.tasks.text.keys import READ_BY, TextDataKeys
-from longseq.tasks.text.store import STAGES, TokenStore
+from longseq.tasks.lm.config import READ_BY, TextDataKeys
+from longseq.tasks.text.prepare import Fractions, describe, plan_of, prepare, tokenizer_of
+from longseq.tasks.text.sources import STREAM, TEXT, Columns, Part, find_parts, group_files, standard_library_files
+from longseq.tasks.text.store import MANIFEST, STAGES, TokenStore, in_cache, open_store
 from longseq.tasks.text.tokenizer import TextInfo
 from longseq.tasks.text.windows import (
     Concatenated,
@@ -23,24 +23,25 @@ from longseq.tasks.text.windows import (
     EveryWindow,
     MixedSampler,
     StreamSampler,
+    WindowBatches,
     Windows,
 )
 from longseq.tasks.training.checkpoint import WINDOW
-from longseq.tokenizer_files import find_start, same_tokenizer
+from longseq.tasks.training.system import write_text
+from longseq.tokenizer_files import TOKENIZER_FILE, find_start, same_tokenizer, tokenizer_files
+
+_log = logging.getLogger(__name__)
+
+_FRACTION = 0.05  # the default share of validation and of test
 
 
 class LanguageModelData(TaskData):
-    """Windows of `window` tokens for training, validation and test, in batches of `longseq.tasks.text.batch`.
+    """Windows of `window` tokens for training, validation and test, in batches of `longseq.tasks.text.windows`.
 
-    `source` is one of
-
-    - `tokens`: folders of `longseq prepare` at `root`; `check` compares their checksums;
-    - `files`: text at `root`, read with `column`, `prompt_column`, `tokenizer` and `separator` as by `longseq prepare`;
-    - `standard_library`: the bytes of Python's own modules.
-
-    Text is prepared once and kept in `cache`. `validation` and `test` are shares of the
-    documents (see `longseq.tasks.text.documents.split_numbers`). Several roots are mixed by `weights`; without weights
-    an epoch reads each of them once.
+    `source` is `tokens` (folders of `longseq prepare`), `files` (text, read as by `longseq prepare`), or
+    `standard_library` (Python's own modules). Text is prepared once and kept in `cache`; `validation` and `test` are
+    shares of its documents (see `longseq.tasks.text.prepare.split_numbers`). Several roots are mixed by `weights`;
+    without weights an epoch reads each of them once.
 
     `packing=concatenated` cuts documents that are put end to end; `documents` packs whole documents by best fit and
     cuts only those that are longer than a window; `streams` carries the state from window to window (truncated
@@ -49,20 +50,16 @@ class LanguageModelData(TaskData):
     The windows of a batch are a function of (`seed`, epoch, place in the epoch).
     """
 
-    info_class = TextInfo
+    keys_class, info_class = TextDataKeys, TextInfo
 
     def __init__(self, keys: TextDataKeys, *, batch_size: int, seed: int = 0) -> None:
-        super().__init__()
-        self.keys = keys = read(TextDataKeys, vars(keys), "data")
-        self.batch_size, self.eval_batch_size = batch_size, keys.eval_batch_size or batch_size
-        self.seed = seed
+        super().__init__(keys, batch_size=batch_size, seed=seed)
         # Streams of an evaluation over all devices: as many as in training, since each begins without a state.
         self._streams: int | None = None
         self._start: int | None = None  # the token that begins a document; None: the separator, as in training
         self._stages: tuple[str, ...] = tuple(STAGES)  # their splits must not be empty
         self._stores: list[TokenStore] = []
         self._windows: dict[str, list[Windows]] = {}
-        self._info: TextInfo | None = None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], batch_size: int) -> LanguageModelData:
@@ -78,13 +75,7 @@ class LanguageModelData(TaskData):
 
     @classmethod
     def for_evaluation(
-        cls,
-        config: Mapping[str, Any],
-        changes: Mapping[str, Any],
-        *,
-        split: str,
-        trained: TextInfo,
-        batch_size: int,
+        cls, config: Mapping[str, Any], changes: Mapping[str, Any], *, split: str, trained: TextInfo, batch_size: int
     ) -> LanguageModelData:
         own = config.get("data") or {"name": "given", "window": trained.window}
         if changes.get("source", own.get("source")) != own.get("source"):
@@ -108,22 +99,11 @@ class LanguageModelData(TaskData):
         return datamodule
 
     @property
-    def info(self) -> TextInfo:
-        """Available after `setup`."""
-        assert self._info is not None, "call setup() first"
-        return self._info
-
-    @property
-    def batches_per_epoch(self) -> int:
-        return len(self._training_sampler())
-
-    @property
     def tokens_per_epoch(self) -> int:
-        sampler = self._training_sampler()
+        sampler = self.training_sampler()
         return sampler.updates * sampler.effective_batch_size * self.keys.window
 
     def setup(self, stage: str | None = None) -> None:
-        """Open the corpora; a second call does nothing."""
         if self._stores:
             return
         self._stores = open_corpora(self.keys)
@@ -151,18 +131,8 @@ class LanguageModelData(TaskData):
         )
 
     def train_dataloader(self) -> TrainingLoader:
-        batches, sampler = self._batches("train", self.batch_size), self._training_sampler()
-        return TrainingLoader(batches, sampler, **self._options(), **follow(self.trainer))  # type: ignore[arg-type]
-
-    def val_dataloader(self) -> BatchLoader:
-        return self._evaluation_loader("val")
-
-    def test_dataloader(self) -> BatchLoader:
-        return self._evaluation_loader("test")
-
-    def _options(self) -> dict[str, Any]:
-        pin_memory = self.keys.pin_memory and torch.cuda.is_available()
-        return {"num_workers": self.keys.num_workers, "pin_memory": pin_memory}
+        batches, sampler = self._batches("train", self.batch_size), self.training_sampler()
+        return self.training_loader(batches, sampler)
 
     def _batches(self, stage: str, rows: int) -> WindowBatches:
         return WindowBatches(
@@ -174,18 +144,18 @@ class LanguageModelData(TaskData):
             carries=self.keys.packing == "streams",
         )
 
-    def _evaluation_loader(self, stage: str) -> BatchLoader:
+    def evaluation_loader(self, stage: str) -> BatchLoader:
         rank, world_size, _ = find_place(self.trainer)
         counts, rows = [windows.count for windows in self._windows[stage]], self.eval_batch_size
-        every: Any = EveryWindow(counts, rows, rank=rank, world_size=world_size)
+        every: EveryWindow | EveryStream = EveryWindow(counts, rows, rank=rank, world_size=world_size)
         if self.keys.packing == "streams":
             streams = self._streams if self.keys.eval_batch_size is None else None
             # No more streams than windows.
             rows = -(-min(streams or rows * world_size, counts[0]) // world_size)
             every = EveryStream(counts[0], rows, rank=rank, world_size=world_size)
-        return BatchLoader(self._batches(stage, rows), every, **self._options())  # type: ignore[arg-type]
+        return BatchLoader(self._batches(stage, rows), every, **self.loader_options())
 
-    def _training_sampler(self) -> UpdateSampler[Any]:
+    def training_sampler(self) -> MixedSampler | StreamSampler:
         place, cut = find_place(self.trainer)._asdict(), self._windows["train"]
         if self.keys.packing == "streams":
             return StreamSampler(cut[0], self.batch_size, seed=self.seed, **place)
@@ -193,5 +163,55 @@ class LanguageModelData(TaskData):
 
 
 def _with_tokenizer(keys: TextDataKeys, tokenizer: Mapping[str, Any] | None) -> TextDataKeys:
-    """The keys with the tokenizer of a model, if there is one."""
-    return keys if tokenizer is None else keys.model_copy(update={"tokenizer": keep_tokenizer(tokenizer, keys.cache)})
+    """The keys with the tokenizer of a model, if there is one: `bytes`, or a folder in the cache with its files."""
+    if tokenizer is None:
+        return keys
+
+    def write(folder: Path) -> None:
+        for name, text in reversed(tokenizer_files(tokenizer).items()):  # tokenizer.json last
+            write_text(folder / name, text)
+
+    choice = "bytes"
+    if tokenizer["kind"] != "bytes":
+        choice = str(in_cache("tokenizer", dict(tokenizer), keys.cache, TOKENIZER_FILE, write))
+    return keys.model_copy(update={"tokenizer": choice})
+
+
+def open_corpora(keys: TextDataKeys) -> list[TokenStore]:
+    """One corpus for each entry of `data.root`, or the only one."""
+    fractions = fractions_of(keys)
+    if keys.source == "standard_library":
+        parts = list(group_files(standard_library_files(), format="python"))
+        return [_prepared(keys.source, parts, TEXT, fractions, keys)]
+    roots = [keys.root] if isinstance(keys.root, str) else keys.root or []
+    if keys.source == "tokens":
+        return [open_store(root, check=keys.check) for root in roots]
+    columns = Columns(keys.column or TEXT.text, keys.prompt_column)
+    stores = []
+    for root in roots:
+        path = root if root.startswith(STREAM) else os.path.realpath(root)
+        stores.append(_prepared(Path(root).resolve().stem, find_parts([path], columns), columns, fractions, keys))
+    return stores
+
+
+def fractions_of(keys: TextDataKeys) -> dict[str, float]:
+    """The shares of validation and test, for text that is not prepared yet."""
+    shares = {"validation": keys.validation, "test": keys.test}
+    return {split: _FRACTION if share is None else share for split, share in shares.items()}
+
+
+def _prepared(
+    name: str, parts: Sequence[Part], columns: Columns, fractions: Fractions, keys: TextDataKeys
+) -> TokenStore:
+    """The tokens of text, prepared unless the cache has them."""
+    tokenizer = keys.tokenizer or "bytes"
+
+    def write(folder: Path) -> None:
+        manifest = prepare(
+            parts, folder, columns=columns, tokenizer=tokenizer, separator=keys.separator, fractions=fractions
+        )
+        if manifest["malformed"]:
+            _log.warning("%s: %s", name, describe(manifest))
+
+    plan = plan_of(parts, columns, tokenizer, keys.separator, fractions)
+    return open_store(in_cache(name, plan, keys.cache, MANIFEST, write), check=keys.check)

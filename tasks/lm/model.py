@@ -10,11 +10,10 @@ from torch import Tensor
 
 from longseq.backbones.tokens import TokenBackbone
 from longseq.blocks.rotary import count_positions
-from longseq.kernels.packing import Packing
 from longseq.mixers import Mixer
 from longseq.state import fill_state, map_state, select_state, state_tensors
-from longseq.tasks.text.batch import TokenInputs
 from longseq.tasks.text.tokenizer import TextInfo
+from longseq.tasks.text.windows import TokenInputs
 from longseq.tasks.training.checkpoint import Loaded
 from longseq.tasks.training.token_model import TokenModel, build_token_model, check_tokenizer
 from longseq.tokenizer_files import same_tokenizer
@@ -55,7 +54,7 @@ class CarriedState:
         """The state of each sequence of a batch before its first token."""
         carry, device = inputs.carry, inputs.tokens.device
         assert carry is not None
-        start = self.model.initial_state(count_sequences(inputs), device, next(self.model.parameters()).dtype)
+        start = self.model.initial_state(inputs.sequences, device, next(self.model.parameters()).dtype)
         if self.rows is None:
             return start
         continued = []
@@ -83,24 +82,12 @@ class CarriedPositions:
 
     def count(self, inputs: TokenInputs) -> Tensor:
         """The position of each token in its sequence, in the shape of the tokens; needs the batches in their order."""
-        tokens, carry, packing = inputs.tokens, inputs.carry, packing_of(inputs)
+        tokens, carry, packing = inputs.tokens, inputs.carry, inputs.packing
         if carry is None:
             return count_positions(tokens, cu_seqlens=packing, mask=inputs.mask)[0]
-        start = torch.zeros(count_sequences(inputs), dtype=torch.long, device=tokens.device)
+        start = torch.zeros(inputs.sequences, dtype=torch.long, device=tokens.device)
         if self.read is not None:
             start = start.index_copy(0, carry.first, torch.where(carry.fresh, 0, self.read))
         positions, after = count_positions(tokens, start, cu_seqlens=packing)
         self.read = after.index_select(0, carry.last)
         return positions
-
-
-def count_sequences(inputs: TokenInputs) -> int:
-    """The sequences of a batch, each with its own state."""
-    return len(inputs.tokens) if inputs.cu_seqlens is None else len(inputs.cu_seqlens) - 1
-
-
-def packing_of(inputs: TokenInputs) -> Packing | None:
-    """The borders of the sequences of a batch; None for rows that are not packed."""
-    if inputs.cu_seqlens is None:
-        return None
-    return Packing(inputs.cu_seqlens, inputs.tokens.shape[1], max_seqlen=inputs.max_seqlen)

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from longseq.backbones.tokens import TokenBackbone
 from longseq.kernels.packing import Packing
-from longseq.tasks.data.loader import begins_with_tokens, find_entry, read_mask
+from longseq.tasks.data.loader import find_entry, read_mask
 from longseq.tasks.lm.likelihood import LossByPosition, TokenLoss, to_bits
-from longseq.tasks.lm.model import CarriedPositions, CarriedState, packing_of
-from longseq.tasks.text.batch import IGNORED, TokenBatch, TokenInputs
+from longseq.tasks.lm.model import CarriedPositions, CarriedState
 from longseq.tasks.text.tokenizer import TextInfo
+from longseq.tasks.text.windows import IGNORED, TokenBatch, TokenInputs
 from longseq.tasks.training.module import TrainedModule
 from longseq.tasks.training.recipe import Training
 from longseq.tasks.training.token_model import PluginMixers
@@ -102,14 +102,14 @@ class LanguageModelTask(TrainedModule):
         if mask is not None:
             targets = targets.masked_fill(~mask, IGNORED)
             reads_forward = getattr(self.backbone, "direction", "forward") == "forward"
-            # No token of such a model sees the padding behind it.
-            mask = None if bool(mask.all()) or (reads_forward and begins_with_tokens(mask)) else mask
+            pads_behind = not bool((mask[:, 1:] & ~mask[:, :-1]).any())  # where no token of such a model sees it
+            mask = None if bool(mask.all()) or (reads_forward and pads_behind) else mask
         units = int((targets != IGNORED).sum())
         return TokenInputs(tokens.long(), None, tokens.shape[1], units, byte_count=None, mask=mask), targets
 
     def forward(self, inputs: TokenInputs) -> Tensor:
         """The features of each token: the shape of the tokens, and the width of the model."""
-        return self._read(inputs.tokens, packing_of(inputs), inputs.mask)[0]
+        return self._read(inputs.tokens, inputs.packing, inputs.mask)[0]
 
     def _read(
         self, tokens: Tensor, packing: Packing | None, mask: Tensor | None, state: Any = None, keep: bool = False
@@ -194,7 +194,7 @@ class LanguageModelTask(TrainedModule):
 
     def _features(self, inputs: TokenInputs, stage: str) -> Tensor:
         read = self._train_forward if stage == "train" else self._read
-        packing = packing_of(inputs)
+        packing = inputs.packing
         self._plugin_mixers.check(self.backbone, packing, inputs.mask)
         if inputs.carry is None:
             return read(inputs.tokens, packing, inputs.mask)[0]

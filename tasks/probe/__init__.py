@@ -5,12 +5,12 @@ from longseq.tasks.registry import Task
 
 def task() -> Task:
     """The five parts of the task."""
-    from longseq.tasks.probe import config, data, model, module, report
+    from longseq.tasks.probe import config, data, module
 
     return Task(
         config=config.ProbeKeys(),
         data=data.ProbeDataModule,
-        model=model.ProbeModel(),
+        model=module.ProbeModel(),
         module=module.ProbeTask,
-        report=report.ProbeReport(),
+        report=module.ProbeReport(),
     )

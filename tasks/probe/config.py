@@ -10,8 +10,6 @@ from pydantic import Field
 from longseq.tasks.config import Count, Keys, TaskKeys, key
 from longseq.tasks.training.configuration import TokenModelKeys
 
-SPLITS = ("train", "validation", "test")
-
 Slices = Annotated[list[dict[str, Any]], Field(min_length=1)]
 
 

@@ -1,23 +1,178 @@
-"""The data module of the probes: generated sets and their loaders."""
+"""The data of the probes: slices of one generator for each split, their batches, and the data module."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from torch import Tensor
+from torch.utils.data import Dataset, Sampler
 
-from longseq.tasks.config import read
+from longseq.tasks.data.generators import IGNORED, Integers, Samples, draw
 from longseq.tasks.data.info import Info
-from longseq.tasks.data.loader import BatchLoader, TrainingLoader, find_place, follow
+from longseq.tasks.data.loader import Batch, BatchLoader, TrainingLoader, find_place
 from longseq.tasks.data.module import TaskData
-from longseq.tasks.probe.config import SPLITS, ProbeDataKeys
+from longseq.tasks.data.sampler import EvaluationSampler, UpdateSampler, derive_seed
+from longseq.tasks.probe.config import ProbeDataKeys
 from longseq.tasks.probe.generators import GENERATORS, generator_options
-from longseq.tasks.probe.slices import MixtureSampler, Slice, SliceBatches, SliceSampler, make_splits
 
-# The split that each stage of a run evaluates.
-STAGES = {"val": "validation", "test": "test"}
+# The key of `data` with the slices of each stage of a run.
+STAGES = {"train": "train", "val": "validation", "test": "test"}
+
+# Keys of a slice that are not options of its generator.
+_OWN_KEYS = ("samples", "name")
+
+
+class Slice(NamedTuple):
+    """Sequences of one setting, and their questions.
+
+    tokens: `[N, T]`.
+    places: `[N, A]`, the positions of questions; rows with fewer questions end in zeros.
+    answers: `[N, A]`, IGNORED after the row's own questions.
+    allowed: `[N, A]`, bits of the right answers; None if only the answer is right.
+    """
+
+    name: str
+    tokens: Tensor
+    places: Tensor
+    answers: Tensor
+    allowed: Tensor | None
+
+    def to(self, device: torch.device) -> Slice:
+        """The same slice on a device."""
+        allowed = None if self.allowed is None else self.allowed.to(device)
+        return Slice(self.name, self.tokens.to(device), self.places.to(device), self.answers.to(device), allowed)
+
+
+def make_splits(
+    generator: str, options: Mapping[str, Any], splits: Mapping[str, Any], *, seed: int
+) -> dict[str, list[Slice]]:
+    """Make the slices of each split; no sample occurs twice, within a split or across splits.
+
+    A slice has `samples`, an optional `name`, and options of the generator that replace `options`.
+    """
+    options = generator_options(generator) | dict(options)
+    seen: Integers = np.zeros(0, dtype=np.uint64)
+    made: dict[str, list[Slice]] = {}
+    for number, (split, listed) in enumerate(splits.items()):
+        made[split] = []
+        for index, (described, name) in enumerate(zip(listed, slice_names(listed), strict=True)):
+            own = {key: value for key, value in described.items() if key not in _OWN_KEYS}
+            random = np.random.default_rng(derive_seed(seed, number, index))
+            samples, seen = draw(partial(GENERATORS[generator], **(options | own)), random, described["samples"], seen)
+            made[split].append(_find_questions(name, samples))
+    return made
+
+
+def slice_names(listed: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The name of each slice: its own, or its options' values, such as `512x64`."""
+    names = []
+    for index, described in enumerate(listed):
+        values = [value for key, value in described.items() if key not in _OWN_KEYS]
+        name = described.get("name") or "x".join(str(value) for value in values) or f"slice{index}"
+        names.append("".join(letter if letter.isalnum() or letter in "-_" else "_" for letter in name))
+    return [name if names.count(name) == 1 else f"{name}_{index}" for index, name in enumerate(names)]
+
+
+def _find_questions(name: str, samples: Samples) -> Slice:
+    labelled = samples.labels != IGNORED
+    count = int(labelled.sum(axis=1).max())
+    # Sorting blocks of rows bounds the memory.
+    blocks = [labelled[start : start + 8192] for start in range(0, len(labelled), 8192)]
+    places = np.concatenate([np.argsort(~rows, axis=1, kind="stable")[:, :count] for rows in blocks])
+    answers = np.take_along_axis(samples.labels, places, axis=1)
+    allowed = None if samples.allowed is None else torch.from_numpy(np.take_along_axis(samples.allowed, places, axis=1))
+    places = np.where(answers == IGNORED, 0, places).astype(np.int32)
+    return Slice(name, torch.from_numpy(samples.tokens), torch.from_numpy(places), torch.from_numpy(answers), allowed)
+
+
+class ProbeTargets(NamedTuple):
+    """The questions of a batch: `places`, `answers` and `allowed` `[B, A]` as in `Slice`, and the slice's number."""
+
+    places: Tensor
+    answers: Tensor
+    allowed: Tensor | None
+    slice_index: int
+
+
+class BatchIndices(NamedTuple):
+    """The rows of one slice that make a batch."""
+
+    slice_index: int
+    rows: Any
+
+
+class SliceBatches(Dataset[Batch]):
+    """Maps BatchIndices to a batch: tokens `[B, T]` and ProbeTargets."""
+
+    def __init__(self, slices: Sequence[Slice]) -> None:
+        self.slices = slices
+
+    def __getitem__(self, indices: BatchIndices) -> Batch:
+        chosen = self.slices[indices.slice_index]
+        rows = torch.as_tensor(indices.rows, dtype=torch.long).to(chosen.tokens.device, non_blocking=True)
+        tokens, places, answers = (
+            part.index_select(0, rows).long() for part in (chosen.tokens, chosen.places, chosen.answers)
+        )
+        allowed = None if chosen.allowed is None else chosen.allowed.index_select(0, rows)
+        return Batch(tokens, ProbeTargets(places, answers, allowed, indices.slice_index), [])
+
+
+class MixtureSampler(UpdateSampler[BatchIndices]):
+    """Yields the rows of each batch, all of one slice.
+
+    An epoch shuffles each slice, cuts it into effective batches, and shuffles the effective batches of all slices.
+    ValueError for a slice that is smaller than an effective batch.
+    """
+
+    def __init__(self, sizes: Sequence[int], batch_size: int, *, seed: int, **place: int) -> None:
+        super().__init__(batch_size, seed=seed, **place)
+        if min(sizes) < self.effective_batch_size:
+            raise ValueError(f"an update needs {self.effective_batch_size} samples of a slice of {min(sizes)}")
+        self.sizes = sizes
+        self.num_samples = sum(sizes)
+
+    @property
+    def updates(self) -> int:
+        return sum(size // self.effective_batch_size for size in self.sizes)
+
+    def shuffle(self) -> Callable[[int, int], BatchIndices]:
+        effective = self.effective_batch_size
+        random = np.random.default_rng(derive_seed(self.seed, self.epoch))
+        orders = [random.permutation(size) for size in self.sizes]
+        planned = [(index, batch) for index, size in enumerate(self.sizes) for batch in range(size // effective)]
+        turns = random.permutation(len(planned))
+
+        def give(update: int, part: int) -> BatchIndices:
+            index, batch = planned[turns[update]]
+            return BatchIndices(index, orders[index][batch * effective + part : (batch + 1) * effective : self.parts])
+
+        return give
+
+
+class SliceSampler(Sampler[BatchIndices]):
+    """Yields evaluation batches: each sample of each slice once over all ranks, and as many batches on each rank."""
+
+    def __init__(self, sizes: Sequence[int], batch_size: int, *, rank: int = 0, world_size: int = 1) -> None:
+        self.world_size = world_size
+        self.samplers = [EvaluationSampler(size, batch_size, rank=rank, world_size=world_size) for size in sizes]
+
+    def keep_order(self) -> None:
+        """Read the samples of each slice in order, one slice after the other, as predictions need."""
+        for sampler in self.samplers:
+            sampler.keep_order()
+
+    def __len__(self) -> int:
+        return sum(map(len, self.samplers))
+
+    def __iter__(self) -> Iterator[BatchIndices]:
+        for index, sampler in enumerate(self.samplers):
+            for rows in sampler:
+                yield BatchIndices(index, rows)
 
 
 @dataclass(frozen=True)
@@ -48,105 +203,64 @@ class ProbeDataModule(TaskData):
     gathered from tensors on the device.
     """
 
-    info_class = ProbeInfo
+    keys_class, info_class = ProbeDataKeys, ProbeInfo
 
-    def __init__(self, keys: ProbeDataKeys, *, batch_size: int, seed: int = 0) -> None:
-        super().__init__()
-        self.keys = keys = read(ProbeDataKeys, vars(keys), "data")
-        self.batch_size, self.eval_batch_size = batch_size, keys.eval_batch_size or batch_size
-        self.seed = seed
-        self._splits: dict[str, list[Slice]] = {}
-        self._info: ProbeInfo | None = None
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any], batch_size: int) -> ProbeDataModule:
-        datamodule = cls(read(ProbeDataKeys, config["data"], "data"), batch_size=batch_size, seed=config["seed"])
-        datamodule.setup()
-        return datamodule
+    _slices: Mapping[str, list[Slice]] | None = None  # of each stage
 
     @classmethod
     def for_evaluation(
-        cls,
-        config: Mapping[str, Any],
-        changes: Mapping[str, Any],
-        *,
-        split: str,
-        trained: ProbeInfo,
-        batch_size: int,
+        cls, config: Mapping[str, Any], changes: Mapping[str, Any], *, split: str, trained: ProbeInfo, batch_size: int
     ) -> ProbeDataModule:
         changes = {**changes, "options": {**config["data"]["options"], **changes.get("options", {})}}
         datamodule = super().for_evaluation(config, changes, split=split, trained=trained, batch_size=batch_size)
         # The trainer's test stage evaluates either split and reports it under the names of that split's slices.
-        datamodule._info = replace(datamodule.info, slices=dict.fromkeys(STAGES, datamodule.info.slices[split]))
+        names = datamodule.info.slices[split]
+        datamodule._info = replace(datamodule.info, slices={"val": names, "test": names})
         return datamodule
-
-    @property
-    def info(self) -> ProbeInfo:
-        """The info of the sets; available after `setup`."""
-        assert self._info is not None, "call setup() first"
-        return self._info
 
     @property
     def registered_parts(self) -> list[Any]:
         return [GENERATORS[self.keys.generator]]
 
     @property
-    def batches_per_epoch(self) -> int:
-        """Training batches of one device in an epoch."""
-        return len(self._training_sampler())
-
-    @property
     def tokens_per_epoch(self) -> int:
-        sampler = self._training_sampler()
+        sampler = self.training_sampler()
         size = sampler.effective_batch_size
         return sum(len(one.tokens) // size * size * one.tokens.shape[1] for one in self.slices("train"))
 
-    def slices(self, split: str) -> list[Slice]:
-        """The slices of train, validation or test; available after `setup`."""
-        return self._splits[split]
+    def slices(self, stage: str) -> list[Slice]:
+        """The slices of train, val or test; available after `setup`."""
+        assert self._slices is not None, "call setup() first"
+        return self._slices[stage]
 
     def setup(self, stage: str | None = None) -> None:
-        """Generate the sets; a second call does nothing."""
-        if self._splits:
+        if self._slices is not None:
             return
         keys = self.keys
-        described = {split: getattr(keys, split) for split in SPLITS}
-        self._splits = make_splits(keys.generator, keys.options, described, seed=keys.draw_seed)
-        counts = {split: sum(len(one.tokens) for one in slices) for split, slices in self._splits.items()}
+        described = {stage: getattr(keys, split) for stage, split in STAGES.items()}
+        self._slices = found = make_splits(keys.generator, keys.options, described, seed=keys.draw_seed)
         self._info = ProbeInfo(
             generator=keys.generator,
             vocab_size=(generator_options(keys.generator) | keys.options)["vocab_size"],
-            longest=max(one.tokens.shape[1] for slices in self._splits.values() for one in slices),
+            longest=max(one.tokens.shape[1] for slices in found.values() for one in slices),
             rebuild=keys.generator == "compression",
-            slices={stage: [one.name for one in self._splits[split]] for stage, split in STAGES.items()},
-            sizes={"train": counts["train"], "val": counts["validation"], "test": counts["test"]},
+            slices={stage: [one.name for one in found[stage]] for stage in ("val", "test")},
+            sizes={stage: sum(len(one.tokens) for one in slices) for stage, slices in found.items()},
         )
 
     def train_dataloader(self) -> TrainingLoader:
-        return TrainingLoader(
-            SliceBatches(self._on_device("train")),  # type: ignore[arg-type]
-            self._training_sampler(),  # type: ignore[arg-type]
-            **follow(self.trainer),
-        )
+        return self.training_loader(self._batches("train"), self.training_sampler())
 
-    def val_dataloader(self) -> BatchLoader:
-        return self._evaluation_loader("validation")
-
-    def test_dataloader(self) -> BatchLoader:
-        return self._evaluation_loader("test")
-
-    def _evaluation_loader(self, split: str) -> BatchLoader:
+    def evaluation_loader(self, stage: str) -> BatchLoader:
         rank, world_size, _ = find_place(self.trainer)
-        sizes = [len(one.tokens) for one in self.slices(split)]
-        return BatchLoader(
-            SliceBatches(self._on_device(split)),  # type: ignore[arg-type]
-            SliceSampler(sizes, self.eval_batch_size, rank=rank, world_size=world_size),  # type: ignore[arg-type]
-        )
+        sizes = [len(one.tokens) for one in self.slices(stage)]
+        sampler = SliceSampler(sizes, self.eval_batch_size, rank=rank, world_size=world_size)
+        return BatchLoader(self._batches(stage), sampler)
 
-    def _training_sampler(self) -> MixtureSampler:
+    def training_sampler(self) -> MixtureSampler:
         sizes = [len(one.tokens) for one in self.slices("train")]
         return MixtureSampler(sizes, self.batch_size, seed=self.seed, **find_place(self.trainer)._asdict())
 
-    def _on_device(self, split: str) -> list[Slice]:
+    def _batches(self, stage: str) -> SliceBatches:
         device = torch.device("cpu") if self.trainer is None else self.trainer.strategy.root_device
-        return [one.to(device) for one in self.slices(split)]
+        return SliceBatches([one.to(device) for one in self.slices(stage)])

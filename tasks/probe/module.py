@@ -1,4 +1,4 @@
-"""The probe task: loss and accuracy on the questions of sequences."""
+"""The probe task: its models, loss and accuracy on the questions of sequences, and its report."""
 
 from __future__ import annotations
 
@@ -7,14 +7,31 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from longseq.tasks.probe.data import ProbeInfo
-from longseq.tasks.probe.generators import IGNORED
-from longseq.tasks.probe.slices import ProbeTargets
+from longseq.backbones.autoencoder import SequenceAutoencoder
+from longseq.tasks.data.generators import IGNORED
+from longseq.tasks.probe.data import ProbeInfo, ProbeTargets
+from longseq.tasks.report import Report
 from longseq.tasks.training.metrics import MeanLoss, MeanScore
 from longseq.tasks.training.module import TrainedModule
 from longseq.tasks.training.recipe import Training
+from longseq.tasks.training.token_model import TokenModel, build_token_model
 
 Batch = tuple[Tensor, ProbeTargets]
+
+
+class ProbeModel(TokenModel):
+    """Builds the token model that `config.model` describes; for compression, inside an autoencoder."""
+
+    def build(self, config: Mapping[str, Any], info: ProbeInfo) -> nn.Module:
+        """The model of a configuration; an option that is null has the model's default."""
+        backbone = build_token_model(config, vocab_size=info.vocab_size, longest=info.longest)
+        return SequenceAutoencoder(backbone) if info.rebuild else backbone
+
+
+class ProbeReport(Report):
+    """Names the metrics of the closing table."""
+
+    headline = ("accuracy", "sequence_accuracy", "loss")
 
 
 class ProbeTask(TrainedModule):

@@ -9,27 +9,37 @@ from __future__ import annotations
 
 import hashlib
 import json
+import multiprocessing
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from filelock import FileLock
 from omegaconf import DictConfig
 
-from longseq.files import crc32_of
+from longseq.files import crc32_of, replacing
+from longseq.hub import find_source
+from longseq.models import read
 from longseq.tasks.commands import Prepare
 from longseq.tasks.report import long_step, progress_bar, quiet_libraries, shorten
-from longseq.tasks.text import documents
-from longseq.tasks.text.documents import Encoded, Fractions
-from longseq.tasks.text.sources import TEXT, Columns, Malformed, Part, find_parts, read_part
-from longseq.tasks.text.store import MANIFEST, PARTIAL, SPLITS, TOKENIZER, VERSION, SplitWriter, file_types, stamp
-from longseq.tasks.text.tokenizer import Tokenizer, read_tokenizer, train_tokenizer, trained_size
+from longseq.tasks.text import store
+from longseq.tasks.text.sources import TEXT, Columns, Document, Malformed, Part, find_parts, read_part
+from longseq.tasks.text.store import SPLITS, Integers, SplitWriter, Tokens, file_types, stamp, token_type
+from longseq.tasks.text.tokenizer import Tokenizer, read_tokenizer, tokenizer_from_dict, train_tokenizer, trained_size
 from longseq.tasks.training.configuration import command_word, read_command
 from longseq.tasks.training.system import usable_cores, write_text
 from longseq.tokenizer_files import SETTINGS_FILE
+
+T = TypeVar("T")
+
+Fractions = Mapping[str, float]  # the shares of documents in validation and test
+KEPT = 10_000  # malformed lines and files that a manifest lists
+COUNTS = ("documents", "empty", "malformed")  # of a part
 
 # Characters of text from which a tokenizer is trained. More take long and change the tokenizer little.
 TRAINING_TEXT = 1 << 28
@@ -83,36 +93,34 @@ def prepare(
 
     ValueError if the folder has tokens already or the input no document; filelock.Timeout if another process writes.
     """
-    if (output / MANIFEST).exists():
+    if (output / store.MANIFEST).exists():
         raise ValueError(f"{output} holds prepared tokens already")
     plan = json.dumps(plan_of(parts, columns, tokenizer, separator, fractions))
-    partial = output / PARTIAL / hashlib.sha256(plan.encode()).hexdigest()[:16]
+    partial = output / store.PARTIAL / hashlib.sha256(plan.encode()).hexdigest()[:16]
     partial.mkdir(parents=True, exist_ok=True)
-    with FileLock(output / PARTIAL / "lock", timeout=0):
+    with FileLock(output / store.PARTIAL / "lock", timeout=0):
         choice = tokenizer
         if (size := trained_size(tokenizer)) is not None:
-            choice = str(partial / TOKENIZER)
+            choice = str(partial / store.TOKENIZER)
             if not os.path.exists(choice):
                 with long_step("training the tokenizer"):
                     trained = train_tokenizer(_training_texts(parts, columns, fractions), size)
                 write_text(Path(choice), trained.to_dict()["json"])
         chosen = read_tokenizer(choice, separator if size is None else None)
-        waiting = {
-            index: part for index, part in enumerate(parts) if not documents.encoded_path(partial, index).exists()
-        }
+        waiting = {index: part for index, part in enumerate(parts) if not encoded_path(partial, index).exists()}
         processes = min(processes or usable_cores(), len(waiting))
         with progress_bar("encoding", len(parts), done=len(parts) - len(waiting)) as advance:
-            for _ in documents.encode_parts(waiting, processes, partial, columns, chosen.to_dict()):
+            for _ in encode_parts(waiting, processes, partial, columns, chosen.to_dict()):
                 advance(1)
-        counts = dict(zip(documents.COUNTS, sum(_arrays(partial, len(parts), "counts")).tolist(), strict=True))
-        malformed = np.concatenate(_arrays(partial, len(parts), "malformed")).tolist()[: documents.KEPT]
+        counts = dict(zip(COUNTS, sum(_arrays(partial, len(parts), "counts")).tolist(), strict=True))
+        malformed = np.concatenate(_arrays(partial, len(parts), "malformed")).tolist()[:KEPT]
         if counts["documents"] == 0:
             raise ValueError(f"the input holds no document, {counts['malformed']} malformed lines: {malformed[:1]}")
         manifest = _join(len(parts), chosen, fractions, partial, output)
         manifest["counts"] |= {name: counts[name] for name in ("empty", "malformed")}
         manifest["malformed"] = malformed
-        write_text(output / MANIFEST, json.dumps(manifest, indent=1) + "\n")
-    shutil.rmtree(output / PARTIAL)
+        write_text(output / store.MANIFEST, json.dumps(manifest, indent=1) + "\n")
+    shutil.rmtree(output / store.PARTIAL)
     return manifest
 
 
@@ -126,7 +134,7 @@ def plan_of(
         settings = [] if os.path.isdir(tokenizer) else [str(Path(tokenizer).with_name(SETTINGS_FILE))]
         files = [tokenizer, *settings]
     return {
-        "version": VERSION,
+        "version": store.VERSION,
         "parts": [[*part, part.stamps()] for part in parts],
         "columns": [columns.text, columns.prompt],
         "tokenizer": [tokenizer, separator, *map(stamp, files)],
@@ -144,7 +152,7 @@ def _training_texts(parts: Sequence[Part], columns: Columns, fractions: Fraction
         for document in read_part(parts[index], columns):
             if isinstance(document, Malformed) or document.is_empty:
                 continue
-            if documents.split_numbers(documents.hashes_of([document]), fractions)[0] == SPLITS.index("train"):
+            if split_numbers(hashes_of([document]), fractions)[0] == SPLITS.index("train"):
                 yield document.prompt + document.text
                 left -= len(document.text)
                 if left <= 0:
@@ -155,23 +163,25 @@ def _arrays(partial: Path, count: int, name: str) -> list[Any]:
     """One of the arrays of each part."""
     found = []
     for index in range(count):
-        with np.load(documents.encoded_path(partial, index)) as arrays:
+        with np.load(encoded_path(partial, index)) as arrays:
             found.append(arrays[name])
     return found
 
 
 def _join(count: int, tokenizer: Tokenizer, fractions: Fractions, partial: Path, output: Path) -> dict[str, Any]:
     """Write the files of all splits; returns the manifest."""
-    kept = documents.first_of_equal(np.concatenate(_arrays(partial, count, "hashes")))
+    hashes = np.concatenate(_arrays(partial, count, "hashes"))
+    kept = np.zeros(len(hashes), bool)  # False for each document that equals an earlier one
+    kept[np.unique(hashes, axis=0, return_index=True)[1]] = True
     has_prompts = any(prompts.any() for prompts in _arrays(partial, count, "prompts"))
     types = file_types(tokenizer.vocab_size, prompts=has_prompts)
     writers = {split: SplitWriter(output, split, types) for split in SPLITS}
     done = 0
     with progress_bar("joining", count) as advance:
         for index in range(count):
-            with np.load(documents.encoded_path(partial, index)) as arrays:
+            with np.load(encoded_path(partial, index)) as arrays:
                 encoded = Encoded(**{name: arrays[name] for name in Encoded._fields})
-            numbers = documents.split_numbers(encoded.hashes, fractions)
+            numbers = split_numbers(encoded.hashes, fractions)
             here = kept[done : done + len(numbers)]
             done += len(numbers)
             for number, split in enumerate(SPLITS):
@@ -192,13 +202,139 @@ def manifest_of(tokenizer: Any, output: Path) -> dict[str, Any]:
     """The version and the tokenizer (or `Bare`), for a manifest; the tokenizer's file is written to `output`."""
     described = tokenizer.to_dict()
     manifest: dict[str, Any] = {
-        "version": VERSION,
+        "version": store.VERSION,
         "vocab_size": tokenizer.vocab_size,
         "separator": tokenizer.separator,
         "tokenizer": {key: value for key, value in described.items() if key != "json"},
     }
     if described["kind"] == "file":
-        path = output / TOKENIZER
+        path = output / store.TOKENIZER
         write_text(path, described["json"])
         manifest["tokenizer_file"] = {"size": path.stat().st_size, "crc32": crc32_of(path)}
     return manifest
+
+
+def tokenizer_of(init: str | None) -> Mapping[str, Any] | None:
+    """The tokenizer of a checkpoint, folder or repository of the hub; None without one that reads text."""
+    saved = None if init is None else read(find_source(init), label=f"init={init}")
+    return None if saved is None else (saved.text or {}).get("tokenizer")
+
+
+# --- documents as tokens: encoded, without duplicates, split by a hash of their content
+
+
+class Encoded(NamedTuple):
+    """Documents of a part of the input; see the store for the other fields.
+
+    hashes: `[N, 2]` uint64, of each document's content.
+    """
+
+    tokens: Tokens
+    lengths: Integers
+    byte_counts: Integers
+    prompts: Integers
+    hashes: np.ndarray
+
+
+def encode(documents: Iterable[Document], tokenizer: Tokenizer) -> Encoded:
+    """Encode documents; `prompt` and `text` are encoded separately. ValueError for one with the separator in it."""
+    dtype = token_type(tokenizer.vocab_size)
+    separator = np.array([tokenizer.separator], dtype)
+    parts: list[np.ndarray] = []
+    numbers: list[tuple[int, int, int]] = []
+    hashes = [np.zeros((0, 2), np.uint64)]
+    for batch in batched(documents):
+        encoded = tokenizer.encode_all([part for one in batch for part in (one.prompt, one.text)])
+        for one, prompt, text in zip(batch, encoded[::2], encoded[1::2], strict=True):
+            if tokenizer.separator in prompt or tokenizer.separator in text:
+                where = "a document" if one.place is None else one.place.describe()
+                raise ValueError(f"{where} holds the separator, token {tokenizer.separator}: give another separator")
+            parts += [separator, prompt.astype(dtype), text.astype(dtype)]
+            numbers.append((1 + len(prompt) + len(text), len(one.text.encode()), len(prompt)))
+        hashes.append(hashes_of(batch))
+    lengths, byte_counts, prompts = np.array(numbers, np.int64).reshape(-1, 3).T
+    tokens = np.concatenate(parts) if parts else np.zeros(0, dtype)
+    return Encoded(tokens, lengths, byte_counts, prompts, np.concatenate(hashes))
+
+
+def hashes_of(documents: Sequence[Document]) -> np.ndarray:
+    """`[N, 2]` uint64, the hashes of the contents of documents, the same on every machine."""
+    digests = []
+    for one in documents:
+        prompt = one.prompt.encode()
+        content = len(prompt).to_bytes(8, "little") + prompt + one.text.encode()
+        digests.append(hashlib.blake2b(content, digest_size=16).digest())
+    return np.frombuffer(b"".join(digests), "<u8").reshape(-1, 2)
+
+
+def split_numbers(hashes: np.ndarray, fractions: Fractions) -> np.ndarray:
+    """`[N]`, the number of each document's split in SPLITS; `fractions` are the shares of validation and test.
+
+    Adding or removing other documents does not move a document to another split. Raising a fraction only moves
+    documents out of the training split.
+    """
+    # A hash is a number between 0 and 1: the lowest numbers are validation, the highest numbers are test.
+    place = hashes[:, 0] / 2.0**64
+    numbers = np.zeros(len(hashes), np.int8)
+    numbers[place < fractions["validation"]] = SPLITS.index("validation")
+    numbers[place >= 1 - fractions["test"]] = SPLITS.index("test")
+    return numbers
+
+
+def batched(items: Iterable[T]) -> Iterator[list[T]]:
+    """Lists of 256 items, and one of the rest."""
+    rest = iter(items)
+    while batch := list(islice(rest, 256)):
+        yield batch
+
+
+def encode_part(index: int, part: Part, partial: Path, columns: Columns, tokenizer: Mapping[str, Any]) -> None:
+    """Write the tokens of a part, its counts and its malformed lines to a file in the folder `partial`."""
+    counts = dict.fromkeys(COUNTS, 0)
+    malformed: list[str] = []
+
+    def documents() -> Iterator[Document]:
+        for one in read_part(part, columns):
+            if isinstance(one, Malformed):
+                counts["malformed"] += 1
+                if len(malformed) < KEPT:
+                    malformed.append(one.describe())
+            elif one.is_empty:
+                counts["empty"] += 1
+            else:
+                counts["documents"] += 1
+                yield one
+
+    encoded = encode(documents(), tokenizer_from_dict(tokenizer))
+    with replacing(encoded_path(partial, index)) as unfinished, unfinished.open("wb") as file:
+        np.savez(file, **encoded._asdict(), counts=list(counts.values()), malformed=np.array(malformed, dtype=str))
+
+
+def encode_parts(waiting: Mapping[int, Part], processes: int, *options: Any) -> Iterator[int]:
+    """Encode the parts `waiting`, by number; yields each number when its part is done.
+
+    `options` are the other arguments of `encode_part`.
+    """
+    if processes <= 1:
+        for index, part in waiting.items():
+            encode_part(index, part, *options)
+            yield index
+        return
+    context = multiprocessing.get_context("spawn")  # forks would share this process's threads
+    with ProcessPoolExecutor(processes, mp_context=context, initializer=_use_one_thread) as pool:
+        running = {pool.submit(encode_part, index, part, *options): index for index, part in waiting.items()}
+        try:
+            for done in as_completed(running):
+                done.result()
+                yield running[done]
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _use_one_thread() -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def encoded_path(partial: Path, index: int) -> Path:
+    """The file of a part: the fields of `Encoded`, `counts` (the numbers of `COUNTS`) and `malformed`."""
+    return partial / f"{index:06}.npz"

@@ -14,6 +14,7 @@ import json
 import lzma
 import os
 import sys
+import sysconfig
 import tokenize
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -28,6 +29,8 @@ DELIMITERS = {".csv": ",", ".tsv": "\t"}
 PART_SIZE = 1 << 25  # bytes; a process holds the text of some documents and the tokens of one part
 STREAM = "hfids/"  # before a set on the Hugging Face hub: hfids/OWNER/NAME:CONFIGURATION@SPLIT
 _ROWS = 256  # rows of a table in memory
+# Folders of Python's modules that are left out.
+_LEFT_OUT = {"test", "tests", "idle_test", "idlelib", "__pycache__", "site-packages", "dist-packages"}
 
 
 class Columns(NamedTuple):
@@ -157,6 +160,18 @@ def files_below(path: Path) -> Iterator[str]:
     for folder, folders, names in os.walk(path, followlinks=True):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         yield from (os.path.join(folder, name) for name in sorted(names) if not name.startswith("."))
+
+
+def standard_library_files() -> list[str]:
+    """The modules of the standard library of this Python, without tests and idlelib, in the order of their paths."""
+    return sorted(modules_of(sysconfig.get_paths()["stdlib"]))
+
+
+def modules_of(root: str) -> Iterator[str]:
+    """The Python files below a folder, without installed packages and tests."""
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in _LEFT_OUT]
+        yield from (os.path.join(folder, name) for name in names if name.endswith(".py"))
 
 
 def group_files(files: Iterable[str], *, size: int = PART_SIZE, format: str = "text") -> Iterator[Part]:

@@ -15,17 +15,19 @@ tokenizer.json, unless tokens are bytes. The manifest is written last: a folder 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import mmap
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from filelock import FileLock
 
 from longseq.files import crc32_of
 from longseq.tasks.report import long_step, shorten
@@ -187,3 +189,18 @@ def stamp(path: str) -> list[Any]:
     except OSError:
         return []
     return [found.st_size, found.st_mtime_ns, found.st_ctime_ns]
+
+
+def in_cache(name: str, plan: Any, cache: str | None, file: str, write: Callable[[Path], Any]) -> Path:
+    """The folder in the cache for `plan`, which determines its content; `write` fills it, and makes `file` last.
+
+    `cache` is by default longseq/text in the user's cache (XDG_CACHE_HOME). One process writes while others wait.
+    """
+    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "longseq" / "text"
+    base = default if cache is None else Path(cache)
+    folder = base / f"{name}_{hashlib.sha256(json.dumps(plan).encode()).hexdigest()[:16]}"
+    folder.mkdir(parents=True, exist_ok=True)
+    with long_step(f"preparing {name} in {shorten(folder)}"), FileLock(base / f"{folder.name}.lock"):
+        if not (folder / file).exists():
+            write(folder)
+    return folder

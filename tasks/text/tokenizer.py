@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from longseq import tokenizer_files
 from longseq.tasks.data.info import Info
-from longseq.tokenizer_files import SEPARATORS
+from longseq.tokenizer_files import SEPARATORS, TOKENIZER_FILE
 
 Tokens = npt.NDArray[np.integer[Any]]
 
@@ -22,7 +22,7 @@ _NO_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 
 class Tokenizer(ABC):
-    """Maps text to numbers below `vocab_size` and back.
+    """Maps text to numbers below `vocab_size` and back; made of a dictionary of `longseq.tokenizer_files`.
 
     `separator` is the token that begins and ends each document. No text maps to it. `start` is the token in front of a
     text that a model continues: the separator, or the token that a model of another library was trained with. With
@@ -33,8 +33,11 @@ class Tokenizer(ABC):
     vocab_size: int
     separator: int
     start: int
-    bare_prompts: bool = False
-    ends: tuple[int, ...]
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = dict(values)
+        self.bare_prompts = bool(values.get("bare_prompts"))
+        self.ends: tuple[int, ...] = (self.separator, *values.get("ends", ()))
 
     @abstractmethod
     def encode_all(self, texts: Sequence[str]) -> list[Tokens]:
@@ -44,9 +47,9 @@ class Tokenizer(ABC):
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of tokens. Separators are left out; bytes that are not UTF-8 become U+FFFD."""
 
-    @abstractmethod
     def to_dict(self) -> dict[str, Any]:
         """Plain containers from which `tokenizer_from_dict` makes the tokenizer again."""
+        return dict(self._values)
 
     def encode(self, text: str) -> Tokens:
         """The tokens of one text."""
@@ -64,8 +67,8 @@ class ByteTokenizer(Tokenizer):
     vocab_size = 257
     separator = start = 256
 
-    def __init__(self, ends: Iterable[int] = ()) -> None:
-        self.ends = (self.separator, *ends)
+    def __init__(self, values: Mapping[str, Any] = tokenizer_files.BYTES) -> None:
+        super().__init__(values)
 
     def encode_all(self, texts: Sequence[str]) -> list[Tokens]:
         return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
@@ -73,36 +76,24 @@ class ByteTokenizer(Tokenizer):
     def decode(self, tokens: Iterable[int]) -> str:
         return bytes(token for token in tokens if token < self.separator).decode(errors="replace")
 
-    def to_dict(self) -> dict[str, Any]:
-        return {"kind": "bytes", **({"ends": [*others]} if (others := self.ends[1:]) else {})}
-
 
 class FileTokenizer(Tokenizer):
-    """A tokenizer of the library `tokenizers`, from the JSON text of its file.
+    """A tokenizer of the library `tokenizers`; special tokens are neither added nor read from a text.
 
-    `separator` is the name of a token, by default the end-of-text token of well-known vocabularies; `start` the name of
-    the token in front of a text, by default the separator. Special tokens are neither added nor read from a text.
-    ValueError if the tokenizer has no such token.
+    If `separator` is None, it is the end-of-text token of well-known vocabularies. ValueError if the tokenizer does not
+    have the separator or the start.
     """
 
-    def __init__(
-        self,
-        text: str,
-        separator: str | None = None,
-        start: str | None = None,
-        *,
-        bare_prompts: bool = False,
-        ends: Iterable[int] = (),
-    ) -> None:
+    def __init__(self, values: Mapping[str, Any]) -> None:
         from tokenizers import Tokenizer as Library
 
-        self._tokenizer, self._text = Library.from_str(text), text
+        self._tokenizer = Library.from_str(values["json"])
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        self.separator_name, self.separator = self._find_token([separator] if separator else SEPARATORS)
-        self.start_name, self.start = self._find_token([start or self.separator_name])
-        self.bare_prompts, self.ends = bare_prompts, (self.separator, *ends)
+        name, self.separator = self._find_token([values["separator"]] if values["separator"] else SEPARATORS)
+        _, self.start = self._find_token([values.get("start") or name])
+        super().__init__({**values, "separator": name})
 
     def _find_token(self, names: Sequence[str]) -> tuple[str, int]:
         """The first of `names` that the tokenizer has, and its number."""
@@ -120,12 +111,6 @@ class FileTokenizer(Tokenizer):
     def decode(self, tokens: Iterable[int]) -> str:
         return self._tokenizer.decode([t for t in tokens if t != self.separator], skip_special_tokens=False)
 
-    def to_dict(self) -> dict[str, Any]:
-        own: dict[str, Any] = {} if self.start == self.separator else {"start": self.start_name}
-        own |= {"bare_prompts": True} if self.bare_prompts else {}
-        own |= {"ends": [*others]} if (others := self.ends[1:]) else {}
-        return {"kind": "file", "separator": self.separator_name, "json": self._text, **own}
-
 
 def read_tokenizer(choice: str, separator: str | None = None) -> Tokenizer:
     """`bytes`, or the tokenizer of a file tokenizer.json, or of a folder with one, such as a saved model's.
@@ -136,16 +121,13 @@ def read_tokenizer(choice: str, separator: str | None = None) -> Tokenizer:
         return ByteTokenizer()
     path = Path(choice)
     if path.is_dir():
-        path = path / tokenizer_files.TOKENIZER_FILE
+        path = path / TOKENIZER_FILE
     return tokenizer_from_dict(tokenizer_files.read_tokenizer(path, separator))
 
 
 def tokenizer_from_dict(values: Mapping[str, Any]) -> Tokenizer:
-    """The inverse of `Tokenizer.to_dict`."""
-    own = {key: values[key] for key in ("start", "bare_prompts", "ends") if key in values}
-    if values["kind"] == "bytes":
-        return ByteTokenizer(**own)
-    return FileTokenizer(values["json"], values["separator"], **own)
+    """The tokenizer of a dictionary as in `longseq.tokenizer_files`."""
+    return ByteTokenizer(values) if values["kind"] == "bytes" else FileTokenizer(values)
 
 
 def trained_size(choice: str) -> int | None:
@@ -174,7 +156,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> FileTokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(pieces(), trainer=trainer)
-    return FileTokenizer(tokenizer.to_str())
+    return FileTokenizer({"kind": "file", "separator": SEPARATORS[0], "json": tokenizer.to_str()})
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,8 @@ import numpy as np
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from longseq.tasks.image.config import ImageDataKeys
+from longseq.tasks.image.config import DataInfo, ImageDataKeys
 from longseq.tasks.image.data import ImageDataModule
-from longseq.tasks.image.info import DataInfo
 
 
 def image_data(*, batch_size: int = 4, seed: int = 0, augment: Any = None, **keys: Any) -> ImageDataModule:

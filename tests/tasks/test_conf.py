@@ -24,12 +24,12 @@ from longseq.mixers.pattern import options_by_name
 from longseq.tasks import registry, train
 from longseq.tasks.config import read
 from longseq.tasks.document.config import DocumentInfo
-from longseq.tasks.image.info import DataInfo
+from longseq.tasks.image.config import DataInfo
 from longseq.tasks.image.model import ImageModel
+from longseq.tasks.lm import data as lm_data
 from longseq.tasks.probe.data import ProbeInfo
 from longseq.tasks.probe.generators import generator_options
 from longseq.tasks.registry import with_any_choice
-from longseq.tasks.text import corpora
 from longseq.tasks.text.tokenizer import TextInfo
 from longseq.tasks.training import logger, targets
 from longseq.tasks.training.configuration import resolve
@@ -135,7 +135,7 @@ def test_every_experiment_runs(experiment, compose_config, tmp_path, monkeypatch
         batch = 4  # tokens: two windows
         # So many that no split is empty, whatever they hold in a version of Python: each goes into one as a whole.
         files = [str(path) for part in (email, json) for path in Path(part.__file__).parent.glob("*.py")]
-        monkeypatch.setattr(corpora, "standard_library_files", lambda: sorted(files))
+        monkeypatch.setattr(lm_data, "standard_library_files", lambda: sorted(files))
         small = [
             "data.validation=0.3",
             "data.test=0.3",

@@ -72,7 +72,7 @@ def test_predict_cuts_images_as_timm_does_for_the_model(options, compose_config,
         pixels = np.random.default_rng(number).integers(0, 256, (size[1], size[0], 3), np.uint8)
         Image.fromarray(pixels).resize(size).save(files / f"{number}.png")
     words = (f"checkpoint={tmp_path / 'model'}", f"input={files}", f"output={tmp_path / 'out.json'}", "device=cpu")
-    predict.run(compose_config("predict", *words, f"saliency={tmp_path / 'maps'}"))
+    predict.run(compose_config("predict", *words))
     transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
     for found in json.loads((tmp_path / "out.json").read_text())["predictions"]:
         with torch.no_grad():

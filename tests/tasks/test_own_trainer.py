@@ -27,6 +27,7 @@ from longseq.tasks import ImageClassifier
 from longseq.tasks.data.loader import BatchLoader, TrainingLoader
 from longseq.tasks.document.module import DocumentTask
 from longseq.tasks.image.transforms import normalize
+from longseq.tasks.lm.config import TextDataKeys
 from longseq.tasks.lm.data import LanguageModelData
 from longseq.tasks.lm.module import LanguageModelTask
 from longseq.tasks.probe import generators
@@ -34,7 +35,6 @@ from longseq.tasks.probe.config import ProbeDataKeys
 from longseq.tasks.probe.data import ProbeDataModule
 from longseq.tasks.probe.generators import IGNORED, Samples
 from longseq.tasks.probe.module import ProbeTask
-from longseq.tasks.text.keys import TextDataKeys
 from longseq.tasks.training.recipe import Training
 
 TRAINING = Training(learning_rate=1e-3)

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from longseq.tasks import train
-from longseq.tasks.text import corpora
+from longseq.tasks.lm import data as lm_data
 
 IMAGE = ("mixer=deltanet", "model.embed_dim=64", "model.depth=2", "recipe.batch_size=64")
 TEXT = ("task=lm", "model.d_model=64", "model.depth=2", "data.window=64", "data.validation=0.2", "data.test=0.2")
@@ -24,8 +24,8 @@ RECIPES = {
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_trains_on_a_gpu(name, compose_config, tmp_path, monkeypatch):
-    files = corpora.standard_library_files()[:20]
-    monkeypatch.setattr(corpora, "standard_library_files", lambda: files)
+    files = lm_data.standard_library_files()[:20]
+    monkeypatch.setattr(lm_data, "standard_library_files", lambda: files)
     length = ("recipe.epochs=null", "recipe.updates=3", "+trainer.limit_val_batches=1", "+trainer.limit_test_batches=1")
     if "task=lm" in RECIPES[name]:
         length += (

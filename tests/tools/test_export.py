@@ -22,8 +22,8 @@ from torch import Tensor, nn
 import longseq  # noqa: F401  registers the models
 from longseq import mixers
 from longseq.files import sha256
+from longseq.tasks.image.config import DataInfo
 from longseq.tasks.image.decoding import decode
-from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.transforms import evaluation_transform
 from longseq.tasks.training.checkpoint import load
 from longseq.tools.export import FORMATS, export_image_classifier, onnx_file

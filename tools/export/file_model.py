@@ -21,7 +21,7 @@ from longseq.backbones.vocabulary_loss import token_losses
 from longseq.files import sha256
 from longseq.kernels.packing import Packing
 from longseq.models import CHECKPOINT_RUN, SavedModel, build, describe
-from longseq.tasks.image.info import DataInfo
+from longseq.tasks.image.config import DataInfo
 from longseq.tasks.image.transforms import denormalize
 from longseq.tasks.training.checkpoint import Loaded
 from longseq.tools.export.checked_file import quiet

@@ -107,12 +107,8 @@ def document_metadata(model: Any, data: Mapping[str, Any], *, extra: Mapping[str
     """Facts about a document classifier's file: classes, tokenizer, truncation, input and output, and its origin."""
     metadata = _facts_of_text(data, DOCUMENTS)
     metadata |= _decision(data, "a document")
-    if data.get("source") is not None:
-        # Imported here: an export of other models needs no training packages.
-        from longseq.tasks.document.sources import preparation_of
-
-        if (prepare := preparation_of(data["source"])) is not None:
-            metadata |= {"source": data["source"], "preparation": f"{prepare.__module__}.{prepare.__qualname__}"}
+    if data.get("preparation") is not None:
+        metadata |= {"source": data["source"], "preparation": data["preparation"]}
     metadata["vocab_size"] = model.body.vocab_size
     if model.body.max_length is not None:
         metadata["positions"] = model.body.max_length

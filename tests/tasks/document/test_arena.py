@@ -74,7 +74,7 @@ def test_pairs_are_two_texts_that_each_begin_with_a_separator(tmp_path: Path) ->
     found = {(bytes_of(split.read(index)), data.info.class_names[int(split.targets[index])]) for index in range(12)}
     assert ((b'a "text" test 3', "été test 3".encode()), "1") in found
     assert len(found) == 12
-    keys: Any = SimpleNamespace(num_workers=0, saliency=None, column=None)
+    keys: Any = SimpleNamespace(num_workers=0, column=None)
     with pytest.raises(ValueError, match="tokens that stand for no text"):
         DocumentFiles.open(str(tmp_path / "aan" / "new_aan_pairs.test.tsv"), data.info, keys)
     short = open_data("lra_retrieval", tmp_path, root=str(tmp_path / "aan"), options={"text_bytes": 5})

@@ -1,10 +1,10 @@
-"""Classes have the same numbers in folders, archives, tables and shards, or those of a trained model."""
+"""Classes have the same numbers in folders, archives and tables, or those of a trained model."""
 
 from __future__ import annotations
 
 import csv
 import tarfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from image_data import image_data
 from PIL import Image
 
 ORDERS = (["-10", "-2", "-1", "0", "01", "1", "10"], ["ant", "class2", "class10", "Zebra"], ["0", "-1", "-2", "none"])
-SOURCES = ("folder", "tar", "tars", "csv", "labels", "shards")
+SOURCES = ("folder", "tar", "tars", "csv", "labels")
 IMAGES = 4
 
 
@@ -37,14 +37,8 @@ def write(root: Path, names: Sequence[str]) -> dict[str, Path]:
     return {**paths, "labels": root / "table.csv"}
 
 
-def pack(root: Path, command: Callable[..., Any]) -> Path:
-    done = command(root, "prepare", "task=image", "input=images", "output=shards", "format=keep")
-    assert done.returncode == 0, done.stderr
-    return root / "shards"
-
-
 def open_data(kind: str, root: Path) -> Any:
-    source = kind if kind in ("shards", "csv") else "csv" if kind == "labels" else "folder"
+    source = "csv" if kind in ("csv", "labels") else "folder"
     return image_data(
         source=source, root=str(root), img_size=8, val_fraction=0.25, name="x", multi_label=kind == "labels"
     )
@@ -58,9 +52,8 @@ def shades(source: Any) -> Iterable[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("names", ORDERS, ids=lambda names: names[0])
-def test_every_source_gives_classes_the_same_numbers(names, tmp_path, command_here):
+def test_every_source_gives_classes_the_same_numbers(names, tmp_path):
     roots = write(tmp_path, names[::-1])
-    roots["shards"] = pack(tmp_path, command_here)
     for kind in SOURCES:
         module = open_data(kind, roots[kind])
         module.setup()
@@ -70,10 +63,9 @@ def test_every_source_gives_classes_the_same_numbers(names, tmp_path, command_he
         assert all(names[::-1][shade] == name for shade, name in found), kind
 
 
-def test_a_model_keeps_the_numbers_that_it_was_trained_with(tmp_path, command_here):
+def test_a_model_keeps_the_numbers_that_it_was_trained_with(tmp_path):
     names, trained = ["-1", "0", "1"], ["0", "1", "-1"]
     roots = write(tmp_path, names)
-    roots["shards"] = pack(tmp_path, command_here)
     for kind in SOURCES:
         module = open_data(kind, roots[kind])
         module.setup_evaluation("val", trained, foreign=True)

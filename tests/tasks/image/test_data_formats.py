@@ -11,9 +11,8 @@ import torch
 from image_data import image_data
 from PIL import Image
 
-from longseq.tasks.image.config import Augmentation
+from longseq.tasks.image.config import Augmentation, DataInfo
 from longseq.tasks.image.decoding import decode
-from longseq.tasks.image.info import DataInfo
 from longseq.tasks.image.predict import ImageFiles
 from longseq.tasks.image.transforms import evaluation_transform, training_transform
 

@@ -20,8 +20,7 @@ from longseq.tasks.data.sampler import SampleIndex
 from longseq.tasks.image.config import Augmentation
 from longseq.tasks.image.datasets import TrainingBatches, seed_everything
 from longseq.tasks.image.decoding import decode
-from longseq.tasks.image.device import DeviceTransform, apply_steps
-from longseq.tasks.image.draws import KINDS, EncodedTrainingBatches, TrainingDraws, note
+from longseq.tasks.image.device import KINDS, DeviceTransform, EncodedTrainingBatches, TrainingDraws, apply_steps, note
 from longseq.tasks.image.sources import Split
 from longseq.tasks.image.transforms import training_transform
 

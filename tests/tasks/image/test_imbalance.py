@@ -20,8 +20,8 @@ from sklearn.utils.class_weight import compute_class_weight
 from torch.nn import functional
 
 from longseq.tasks.data.labels import count_classes, find_weights, rarest_labels
-from longseq.tasks.data.sampler import BalancedSampler
-from longseq.tasks.image.info import DataInfo
+from longseq.tasks.data.sampler import TrainingSampler
+from longseq.tasks.image.config import DataInfo
 from longseq.tasks.image.module import ImageClassifier
 from longseq.tasks.image.transforms import BatchMixing
 from longseq.tasks.training.metrics import choose_threshold, decide, make_metrics, update_metrics
@@ -32,7 +32,7 @@ INFO = {"img_size": 2, "in_chans": 1, "mean": [0.5], "std": [0.5], "interpolatio
 
 
 def drawn(epoch=0, batch_size=12, **options):
-    sampler = BalancedSampler(CLASSES, batch_size, **({"seed": 3} | options))
+    sampler = TrainingSampler(len(CLASSES), batch_size, classes=CLASSES, **({"seed": 3} | options))
     sampler.set_epoch(epoch)
     return list(sampler)
 

@@ -9,7 +9,7 @@ import timm
 import torch
 
 from longseq.backbones.image import ImageBackbone
-from longseq.tasks.image.info import DataInfo
+from longseq.tasks.image.config import DataInfo
 from longseq.tasks.image.model import ImageModel, state_data
 from longseq.tasks.training.configuration import resolve
 from longseq.timm_models import stated_data

@@ -16,7 +16,7 @@ from timm.utils import CheckpointSaver, ModelEmaV3
 
 import longseq
 from longseq.tasks import registry, train
-from longseq.tasks.image.info import DataInfo
+from longseq.tasks.image.config import DataInfo
 from longseq.tasks.training.configuration import resolve
 
 SMALL = ("data.img_size=16", "data.num_workers=0", "model.embed_dim=16", "model.depth=1", "mixer=attention")

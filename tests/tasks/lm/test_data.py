@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from longseq.tasks.config import read
+from longseq.tasks.lm import data as lm_data
+from longseq.tasks.lm.config import TextDataKeys
 from longseq.tasks.lm.data import LanguageModelData
-from longseq.tasks.text import corpora
-from longseq.tasks.text.batch import TokenBatch
-from longseq.tasks.text.keys import TextDataKeys
 from longseq.tasks.text.prepare import prepare
 from longseq.tasks.text.sources import TEXT, find_parts
 from longseq.tasks.text.tokenizer import TextInfo, train_tokenizer
+from longseq.tasks.text.windows import TokenBatch
 
 TEXTS = [f"document {i}: " + "the cat sat on the mat; " * (i % 9) for i in range(80)]
 
@@ -143,7 +143,7 @@ def test_text_is_prepared_once_and_again_when_it_changes(
     data = make(**options)
     assert data.info.checksums == make(source="tokens", root=str(tokens)).info.checksums
     with monkeypatch.context() as patch:
-        patch.setattr(corpora, "prepare", None)  # a second preparation would fail
+        patch.setattr(lm_data, "prepare", None)  # a second preparation would fail
         again = make(**options)
     assert as_lists(iter(again.train_dataloader())) == as_lists(iter(data.train_dataloader()))
     time = jsonl.stat().st_mtime_ns

@@ -149,7 +149,7 @@ def test_text_after_a_prompt_of_byte_tokens_has_whole_characters():
     library.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     library.decoder = decoders.Sequence(parts)
-    tokenizer = FileTokenizer(library.to_str(), "</s>", "<s>")
+    tokenizer = FileTokenizer({"kind": "file", "json": library.to_str(), "separator": "</s>", "start": "<s>"})
     random = Random(0)
     for _ in range(200):
         prompt, text = ("".join(random.choices("漢字é😀ab ", k=random.randint(1, 40))) for _ in range(2))

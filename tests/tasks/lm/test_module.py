@@ -16,8 +16,8 @@ from longseq import mixers
 from longseq.backbones.tokens import TokenBackbone
 from longseq.mixers.contract import ContractError
 from longseq.tasks.lm.module import LanguageModelTask
-from longseq.tasks.text.batch import IGNORED, Carry, TokenInputs
 from longseq.tasks.text.tokenizer import TextInfo
+from longseq.tasks.text.windows import IGNORED, Carry, TokenInputs
 from longseq.tasks.training.recipe import Training
 
 V = 11

@@ -20,8 +20,8 @@ from timm.optim import param_groups_weight_decay
 
 from longseq.backbones.tokens import TokenBackbone
 from longseq.tasks import evaluate, generate, train
+from longseq.tasks.lm import data as lm_data
 from longseq.tasks.lm.module import LanguageModelTask
-from longseq.tasks.text import corpora
 from longseq.tasks.training.muon import create_muon
 from longseq.tools.hugging_face.conversion import read_model, write_model
 
@@ -62,7 +62,7 @@ class Interruption(Exception):
 def few_files(monkeypatch, tmp_path):
     """Few files in place of the whole standard library."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(corpora, "standard_library_files", lambda: FILES)
+    monkeypatch.setattr(lm_data, "standard_library_files", lambda: FILES)
 
 
 @pytest.fixture
@@ -189,8 +189,8 @@ def test_muon_is_for_hidden_matrices_and_adamw_for_the_rest():
 
 
 PLUGIN = f"""
-from longseq.tasks.text import corpora
-corpora.standard_library_files = lambda: {FILES}
+from longseq.tasks.lm import data as lm_data
+lm_data.standard_library_files = lambda: {FILES}
 """
 
 ADAMW = ("recipe=lm", "recipe.tokens=null", "recipe.schedule.warmup_tokens=null", "recipe.learning_rate=0.01")

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from longseq.tasks.data.generators import CLOSE, MAX, MED, MIN, PADDING
+from longseq.tasks.probe.data import make_splits
 from longseq.tasks.probe.generators import GENERATORS, IGNORED, Samples, draw, generator_options
-from longseq.tasks.probe.slices import make_splits
 
 SMALL: dict[str, dict[str, Any]] = {
     "compression": {},

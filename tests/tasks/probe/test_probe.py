@@ -15,9 +15,8 @@ import longseq.conf
 from longseq import mixers, plugins
 from longseq.tasks import evaluate, train
 from longseq.tasks.probe import generators
-from longseq.tasks.probe.data import ProbeDataModule
+from longseq.tasks.probe.data import MixtureSampler, ProbeDataModule, SliceSampler
 from longseq.tasks.probe.module import ProbeTask
-from longseq.tasks.probe.slices import MixtureSampler, SliceSampler
 from longseq.tasks.training.checkpoint import load
 from longseq.tasks.training.configuration import resolve
 

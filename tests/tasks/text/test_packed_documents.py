@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from corpora import SEPARATOR, make_corpus
@@ -14,8 +12,7 @@ from zeros import without_zeros
 from longseq import mixers
 from longseq.backbones.tokens import TokenBackbone
 from longseq.tasks.lm.module import LanguageModelTask
-from longseq.tasks.text.batch import IGNORED, WindowBatches
-from longseq.tasks.text.windows import Concatenated, EveryStream, Windows
+from longseq.tasks.text.windows import IGNORED, Concatenated, EveryStream, WindowBatches
 
 VOCABULARY = 64
 
@@ -25,17 +22,12 @@ def make_model(mixer: str) -> TokenBackbone:
     return without_zeros(TokenBackbone(vocab_size=VOCABULARY, d_model=32, depth=1, mixer=mixer, mlp=None)).double()
 
 
-def assemble(windows: Windows, rows: int, *, carries: bool = False, sequences: int = 16) -> WindowBatches:
-    options: dict[str, Any] = {"separator": SEPARATOR, "reset_state": True, "carries": carries}
-    return WindowBatches([windows], rows, sequences=sequences, **options)
-
-
 @pytest.mark.parametrize("mixer", [name for name in REPRESENTATIVES if not mixers.get(name).growing_state])
 def test_streams_that_carry_their_state_are_documents_read_whole(mixer: str) -> None:
     model = make_model(mixer)
     corpus = make_corpus([30, 3, 15])
     windows = Concatenated(corpus, 7, whole=False)
-    batches = assemble(windows, 2, carries=True)
+    batches = WindowBatches([windows], 2, separator=SEPARATOR, reset_state=True, carries=True)
     module = LanguageModelTask(model)
     parts: list[list[Tensor]] = [[], []]
     with torch.no_grad():

@@ -18,9 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from longseq.tasks.text import documents as module
-from longseq.tasks.text.documents import hashes_of, split_numbers
-from longseq.tasks.text.prepare import prepare
+from longseq.tasks.text import prepare as module
+from longseq.tasks.text.prepare import hashes_of, prepare, split_numbers
 from longseq.tasks.text.sources import DELIMITERS, Columns, Document, Malformed, find_parts, read_part, read_rows
 from longseq.tasks.text.store import SPLITS, TokenStore, open_store
 from longseq.tasks.text.tokenizer import tokenizer_from_dict, train_tokenizer

@@ -10,15 +10,17 @@ import numpy as np
 import pytest
 from corpora import SEPARATOR, make_corpus
 
-from longseq.tasks.text.batch import IGNORED, TokenBatch, WindowBatches
 from longseq.tasks.text.store import Corpus
 from longseq.tasks.text.windows import (
+    IGNORED,
     Concatenated,
     Documents,
     EveryStream,
     EveryWindow,
     MixedSampler,
     StreamSampler,
+    TokenBatch,
+    WindowBatches,
     Windows,
 )
 
@@ -174,7 +176,7 @@ def test_streams_are_measured_whole(world_size: int) -> None:
 def test_what_cannot_be_trained_on_is_refused() -> None:
     windows = Concatenated(make_corpus([9] * 2), 4, whole=True)
     for sampler in (MixedSampler, StreamSampler):
-        with pytest.raises(ValueError, match="has 4 windows of 4 tokens, and an update needs 5"):
+        with pytest.raises(ValueError, match="an update needs 5 windows of 4 tokens, and there are 4"):
             sampler([windows] if sampler is MixedSampler else windows, 5, seed=0)  # type: ignore[arg-type]
     short = Concatenated(make_corpus([3]), 4, whole=True)
     with pytest.raises(ValueError, match="a corpus of 3 tokens has no window of 4"):
