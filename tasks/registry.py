@@ -121,5 +121,5 @@ def choose(config: Mapping[str, Any], info: Any | None) -> tuple[dict[str, Any],
 
 
 def with_any_choice(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration with possible values where it says `auto` or `find`, or plans its updates."""
-    return automatic.with_any(choose(config, None)[0])
+    """The configuration with possible values where it says `auto` or `find`."""
+    return automatic.with_any_rate(choose(config, None)[0])

@@ -37,7 +37,7 @@ from longseq.tasks.training.module import TrainedModule
 from longseq.tasks.training.recipe import Training, device_batch_size, device_count, effective_learning_rate
 from longseq.tasks.training.runs import locked
 from longseq.tasks.training.system import write_text
-from longseq.tasks.training.trainer import TABLE, build_callbacks, build_trainer, find_learning_rate, plan_updates
+from longseq.tasks.training.trainer import TABLE, build_callbacks, build_trainer, find_learning_rate
 
 _log = logging.getLogger(__name__)
 
@@ -81,10 +81,7 @@ def _train(config: dict[str, Any], folder: Path) -> float | None:
         torch.set_float32_matmul_precision(config["matmul_precision"])
     if checkpoint is not None:
         config = automatic.as_chosen_before(config, runs.saved_config(checkpoint) or {})
-    wanted = config
-    config, datamodule, reason = _open(wanted)
-    if automatic.plans(config):
-        config, reason = choose(automatic.with_found(wanted, updates=_plan(config, datamodule)), datamodule.info)
+    config, datamodule, reason = _open(config)
     config = with_absolute_root(config)  # so that `evaluate` finds the data from any working folder
     if reason is not None:
         _print(reason)
@@ -126,19 +123,19 @@ def _train(config: dict[str, Any], folder: Path) -> float | None:
 def build(config: DictConfig | Config, *, initialized: bool = True) -> Parts:
     """The data module, set up, and the module with a new model, which starts from `config.init` if `initialized`."""
     config, datamodule, _ = _open(read_experiment(resolve(config)))
-    return Parts(datamodule, _build_module(automatic.with_any(config), datamodule, initialized))
+    return Parts(datamodule, _build_module(automatic.with_any_rate(config), datamodule, initialized))
 
 
 def _open(config: Config) -> tuple[dict[str, Any], TaskData, str | None]:
     """The configuration with the values that depend on the data, the data, and the reason for the values.
 
-    `recipe.learning_rate=find` and `recipe.minutes` stay.
+    `recipe.learning_rate=find` stays.
     """
     ready = with_any_choice(config)
     datamodule = registry.of(config).data.from_config(ready, device_batch_size(ready))
     chosen, reason = choose(config, datamodule.info)
     if reason is not None:
-        settled = automatic.with_any(chosen)
+        settled = automatic.with_any_rate(chosen)
         datamodule.take_recipe(settled, device_batch_size(settled))
     return chosen, datamodule, reason
 
@@ -161,7 +158,7 @@ def _build_module(config: Config, datamodule: TaskData, initialized: bool) -> Tr
 
 def _search(config: Config, datamodule: TaskData, folder: Path) -> dict[str, Any]:
     """The configuration with the learning rate that a search finds for its model and data."""
-    trial = automatic.with_any(config)
+    trial = automatic.with_any_rate(config)
     module = _build_module(trial, datamodule, initialized=True)
     assert module.recipe is not None
     module.recipe = replace(module.recipe, length=None)
@@ -170,21 +167,7 @@ def _search(config: Config, datamodule: TaskData, folder: Path) -> dict[str, Any
         f"learning rate {rate:.3g} found (the loss falls most steeply there): recipe.learning_rate={value:g}; the "
         f"curve is in {shorten(folder / TABLE)}"
     )
-    return automatic.with_found(config, learning_rate=value)
-
-
-def _plan(config: Config, datamodule: TaskData) -> int:
-    """The updates that `recipe.minutes` gives."""
-    trial = automatic.with_any(config)
-    module = _build_module(trial, datamodule, initialized=True)
-    if not module.has_gradients or config["trainer"].get("fast_dev_run"):
-        return 1
-    updates, watch = plan_updates(trial, module, datamodule)
-    _print(
-        f"recipe.minutes={config['recipe']['minutes']:g}: {updates} updates of {watch.update:.3g} s, validations of "
-        f"{watch.validation:.3g} s"
-    )
-    return updates
+    return automatic.with_rate(config, value)
 
 
 def _is_first_process() -> bool:

@@ -65,7 +65,6 @@ LENGTH_KEYS = (
     "recipe.epochs",
     "recipe.updates",
     "recipe.tokens",
-    "recipe.minutes",
     "recipe.schedule.decay_epochs",
     "recipe.schedule.decay_fn",
     "recipe.schedule.min_lr",

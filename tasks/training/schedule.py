@@ -117,7 +117,7 @@ class RunLength:
         for prefix in ("", "warmup_", "validate_every_"):
             self._find(prefix)
         if self._find("") is None:
-            raise ValueError("give the run a length: recipe.epochs, recipe.updates, recipe.tokens or recipe.minutes")
+            raise ValueError("give the run a length: recipe.epochs, recipe.updates or recipe.tokens")
 
     @classmethod
     def from_recipe(cls, recipe: Mapping[str, Any]) -> RunLength:
