@@ -76,10 +76,9 @@ def trained_row(results: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def tuned_row(results: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The cells of a row whose learning rate was tried in shorter runs: these, the costs, and the curve of a seed."""
+    """The cells of a row whose learning rate was tried in shorter runs: these, and the costs."""
     metric, report = results["selected_by"], results["report"]
     tried = [one for one in results["tries"] if one["name"] == name]
-    (costs,) = (entry for entry in results["costs"] if entry["name"] == name)
     (entry,) = (entry for entry in results["summary"] if entry["name"] == name)
     finished = [one for one in results["rows"] if one["name"] == name and "metrics" in one]
     return {
@@ -90,8 +89,7 @@ def tuned_row(results: Mapping[str, Any], name: str) -> dict[str, Any]:
             for one in tried
         },
         report.replace("/", "_"): by_seed(finished, report, 4),
-        **{key: round(costs[key]) for key in comparison.COSTS if key in costs},
-        f"curve_{metric}": [[step, round(seconds, 1), round(value, 4)] for step, seconds, value in costs["curves"][0]],
+        **{key: round(value) for key, value in entry["costs"].items()},
         "runs_at_a_time": results["jobs"],
         "measured": results["measured"],
     }

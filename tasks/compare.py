@@ -39,7 +39,6 @@ from longseq.tasks.training.system import write_text
 from longseq.tasks.training.words import with_length
 
 RESULTS_FILE, TABLE_FILE, PLOT_FILE = "results.json", "table.md", "plot.png"
-CURVES_FILE = "curves.png"
 LOG_FILE, MEASURED_FILE = "log.txt", "measured.json"  # of each run
 
 # Keys of this command; every other override is passed to each `longseq train`.
@@ -106,15 +105,11 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     # Metrics chosen by name, such as f1_weighted, are no slices of the reported one (f1).
     named = {f"test/{name}" for trial in trials for name in trial.config["task"].get("metrics") or ()}
     _train(trials, slots, results, "rows", folder, named)
-    results["costs"] = comparison.find_costs(results, folder)
-    write_text(folder / RESULTS_FILE, json.dumps(results, indent=2) + "\n")
     write_text(folder / TABLE_FILE, comparison.markdown(results))
     print_rows(comparison.table(results))
     print_rows(comparison.cost_table(results))
     if keys.plot:
         comparison.plot(results, folder / PLOT_FILE)
-        if any(entry["curves"] for entry in results["costs"]):
-            comparison.plot_curves(results, folder / CURVES_FILE)
     _refuse_failures([*results.get("tries", ()), *results["rows"]])
     return results
 

@@ -33,9 +33,6 @@ class Throughput(Callback):
     `run` sums up the whole run, including before a resume, without the first window, in which workers and kernels
     start.
 
-    After a validation it logs `throughput/val_UNIT_per_second` and `throughput/memory_gib` (see `peak_memory`), after
-    the test `throughput/test_UNIT_per_second`. `evaluation_rate` is the rate of the last validation or test.
-
     If the module counts operations (`TrainedModule.count_flops`) and the device's peak is known, windows also log
     `throughput/mfu`: the model's operations per second, divided by the peak of the devices in the precision of the run.
 
@@ -47,9 +44,7 @@ class Throughput(Callback):
         # Sums over batches: batches, units, tokens, seconds, and the seconds in which the device waited.
         self.run: Any = Counter()
         self._window: Any = Counter()
-        self._evaluated: Any = Counter()
         self._is_first = self._measures = True
-        self.evaluation_rate: float | None = None
         self._clock = _FetchClock()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -88,6 +83,8 @@ class Throughput(Callback):
         measured = self.rates(window)
         if trainer.loggers and (utilisation := self._utilisation(trainer, pl_module, batch)) is not None:
             measured["mfu"] = utilisation
+        if (memory := peak_memory(pl_module.device)) is not None:
+            measured["memory_gib"] = memory / 2**30
         found = {f"throughput/{name}": value for name, value in measured.items()}
         log_metrics(trainer.loggers, found, trainer.global_step - 1)
         if not self._is_first:
@@ -101,42 +98,6 @@ class Throughput(Callback):
         tokens = {"tokens_per_second": window["tokens"] / window["seconds"]} if window["tokens"] else {}
         rate = {f"{self.unit}_per_second": window["units"] / window["seconds"]}  # last, since units may be tokens
         return {**tokens, **rate, "data_wait_ms": 1000 * window["waited"] / window["batches"]}
-
-    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._evaluated = Counter()
-
-    on_test_epoch_start = on_validation_epoch_start
-
-    def on_validation_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *args: Any, **kwargs: Any
-    ) -> None:
-        self._evaluated.update(units=count_units(batch), seconds=time.perf_counter() - self._clock.fetch_started)
-
-    on_test_batch_end = on_validation_batch_end
-
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._log_evaluation(trainer, pl_module, "val", trainer.global_step - 1)
-
-    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._log_evaluation(trainer, pl_module, "test", trainer.global_step)
-
-    def _log_evaluation(self, trainer: Trainer, module: LightningModule, stage: str, step: int) -> None:
-        window = self._evaluated
-        if not self._measures:
-            return
-        if module.device.type == "cuda":
-            started = time.perf_counter()
-            torch.cuda.synchronize(module.device)
-            window["seconds"] += time.perf_counter() - started
-        if trainer.world_size > 1:
-            units = torch.tensor(window["units"], device=module.device)
-            window["units"] = int(trainer.strategy.reduce(units, reduce_op="sum"))
-        self.evaluation_rate = window["units"] / window["seconds"] if window["seconds"] else None
-        if self.evaluation_rate is not None:
-            measured = {f"throughput/{stage}_{self.unit}_per_second": self.evaluation_rate}
-            if stage == "val" and (memory := peak_memory(module.device)) is not None:
-                measured["throughput/memory_gib"] = memory / 2**30
-            log_metrics(trainer.loggers, measured, step)
 
     def _utilisation(self, trainer: Trainer, module: Any, batch: Any) -> float | None:
         peak = peak_flops(module.device, str(trainer.precision), torch.get_float32_matmul_precision())
@@ -171,14 +132,11 @@ class _FetchClock(PassThroughProfiler):
     def __init__(self) -> None:
         super().__init__()
         self.device = torch.device("cpu")
-        self.fetch_started = time.perf_counter()
         self._loading: _Mark | None = None  # the start of the last loading
         self._loads: list[tuple[_Mark, _Mark]] = []
         self._batches: list[tuple[_Mark, _Mark]] = []
 
     def start(self, action_name: str) -> None:
-        if action_name.endswith(("train_dataloader_next", ".val_next", ".test_next")):
-            self.fetch_started = time.perf_counter()
         if action_name.endswith("train_dataloader_next"):
             self._loading = _Mark(self.device)
 
