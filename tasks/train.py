@@ -17,7 +17,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
 from longseq.hub import CARD_FILE
-from longseq.models import from_pretrained, kind_of, save_pretrained
+from longseq.models import CHECKPOINT_CONFIG, check_continues, from_pretrained, kind_of, save_pretrained
 from longseq.parameters import count_parameters
 from longseq.plugins import plugin_of
 from longseq.tasks import registry
@@ -95,7 +95,7 @@ def _train(config: dict[str, Any], folder: Path) -> float | None:
     trainer = build_trainer(config, build_callbacks(config, module), first_update=first_update)
     datamodule.trainer = trainer  # as Lightning does later: it determines the batches of an epoch
     if checkpoint is not None:
-        module.check_continues(runs.contents_of(checkpoint), trainer, datamodule)
+        check_continues(module.backbone, runs.contents_of(checkpoint).get(CHECKPOINT_CONFIG))
         if _is_first_process():
             runs.bring_best(checkpoint, folder)  # after all errors: a refused run leaves no folder
     _save_config(config, folder)
@@ -243,8 +243,6 @@ def _announce(
             f"effective batch {recipe['batch_size']} = {batch} per device x {devices} device(s) "
             f"x {accumulate} accumulated; effective learning rate {effective_learning_rate(config):.3g}"
         )
-    for line in registry.of(config).model.notes(module.backbone):
-        _print(line)
     if checkpoint is not None:
         _print(f"continuing from {shorten(checkpoint)}")
     elif config["resume"]:

@@ -202,19 +202,10 @@ class TrainedModule(LightningModule):
         if run:
             checkpoint[CHECKPOINT_RUN] = run
 
-    def check_continues(self, checkpoint: Mapping[str, Any], trainer: Any = None, data: Any = None) -> None:
-        """ValueError if a checkpoint's run cannot go on with this model, Trainer and data module."""
-        check_continues(self.backbone, checkpoint.get(CHECKPOINT_CONFIG))
-        config = (checkpoint.get(CHECKPOINT_RUN) or {}).get("config") or {}
-        if trainer is not None and not trainer.fast_dev_run and "trainer" in config:
-            schedule.check_epoch(config["trainer"], trainer, data)
-
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        check_continues(self.backbone, checkpoint.get(CHECKPOINT_CONFIG))
         if self._stage != TrainerFn.FITTING:
-            self.check_continues(checkpoint)
             return
-        trainer: Any = self.trainer
-        self.check_continues(checkpoint, trainer, trainer.datamodule)
         saved = checkpoint.get("lr_schedulers") or []
         self._saved_schedules = [state for state in saved if schedule.is_constant_rate(state)]
         self._saved_update = checkpoint["global_step"]
@@ -222,19 +213,12 @@ class TrainedModule(LightningModule):
             self._validate_at_end()
         # A constant rate depends only on the update, and this run may have another length.
         checkpoint["lr_schedulers"] = [{} if schedule.is_constant_rate(state) else state for state in saved]
-        self._check_ends()
 
-    def on_fit_start(self) -> None:
-        self._check_ends()
-
-    def _check_ends(self) -> None:
-        # A sharded model loads its checkpoint after on_fit_start, others before they have a schedule.
+    def on_train_start(self) -> None:
         own = [config.scheduler.state_dict() for config in self.trainer.lr_scheduler_configs]
         own = [state for state in own if schedule.is_constant_rate(state)]
         for states in zip(self._saved_schedules, own, strict=False):
             schedule.check_end(self._saved_update, *states)
-
-    def on_train_start(self) -> None:
         if self._reload_every is not None:
             trainer: Any = self.trainer
             trainer.reload_dataloaders_every_n_epochs, self._reload_every = self._reload_every, None

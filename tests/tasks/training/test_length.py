@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from longseq.tasks import train
 from longseq.tasks.config import UNITS
-from longseq.tasks.image.module import ImageClassifier
 from longseq.tasks.training.schedule import Epoch, RunLength
 from longseq.tasks.training.words import complete
 
@@ -55,33 +49,3 @@ def test_a_warmup_that_would_outlast_the_run_is_shortened_to_a_tenth(caplog):
     assert "the warm-up takes 2 of its 20 updates" in caplog.text
     length = RunLength.from_recipe(NULL | {"updates": 1, "schedule": {"warmup_epochs": 5}})
     assert length.count_warmup_epochs(EPOCH) == 0
-
-
-def interrupt_at(stop: int, monkeypatch: pytest.MonkeyPatch, config: Any) -> None:
-    def interrupt(self: ImageClassifier, *arguments: Any) -> None:
-        if self.global_step == stop:
-            raise InterruptedError
-
-    with monkeypatch.context() as patched:
-        patched.setattr(ImageClassifier, "on_train_batch_end", interrupt)
-        with pytest.raises(InterruptedError):
-            train.run(config)
-
-
-@pytest.mark.slow
-def test_a_limit_counts_batches_where_another_number_is_accumulated(tiny, tmp_path, monkeypatch):
-    told = r"had 6 updates, and has 7; give trainer\.limit_train_batches=12$"
-    words = ("recipe.epochs=2", "recipe.ema=null", "callbacks.checkpoint.every_n_train_steps=1")
-    begun = tiny(*words, "+trainer.limit_train_batches=0.33", "trainer.log_every_n_steps=1")
-    interrupt_at(8, monkeypatch, begun)
-    words += ("trainer.accumulate_grad_batches=2", "trainer.log_every_n_steps=1", "resume=true")
-    with pytest.raises(ValueError, match=told) as raised:
-        train.run(tiny(*words, "+trainer.limit_train_batches=0.33"))
-    assert "\n" not in str(raised.value)
-    train.run(tiny(*words, "+trainer.limit_train_batches=12"))
-    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
-    assert (metrics["updates"], metrics["epochs"]) == (12, 2)
-    # One file at a time: of two that one process writes within a second the names do not tell the order.
-    files = [EventAccumulator(str(file)).Reload() for file in (tmp_path / "run").rglob("events.out.*")]
-    rates = [event for held in files if "train/lr" in held.Tags()["scalars"] for event in held.Scalars("train/lr")]
-    assert [event.step for event in rates] == list(range(8, 12)), "up to the end of the schedule"
