@@ -23,7 +23,6 @@ from longseq.plugins import plugin_of
 from longseq.tasks import registry
 from longseq.tasks.costs import costs_of
 from longseq.tasks.data.module import Info, TaskData
-from longseq.tasks.registry import choose, read_experiment, with_any_choice
 from longseq.tasks.report import print_rows, quiet_libraries, shorten
 from longseq.tasks.training import automatic, runs
 from longseq.tasks.training import checkpoint as checkpoints
@@ -58,7 +57,7 @@ def run(cfg: DictConfig) -> float | None:
     The run folder `cfg.output` receives config.yaml, checkpoints/ and TensorBoard events. At the end it also receives
     metrics.json and model/, the best model for `longseq.from_pretrained` and timm.
     """
-    config = read_experiment(resolve(cfg))
+    config = registry.read_experiment(resolve(cfg))
     registry.of(config).data.prepare_process(config)
     folder = Path(config["output"])
     done = runs.finished(folder)
@@ -81,7 +80,7 @@ def _train(config: dict[str, Any], folder: Path) -> float | None:
         torch.set_float32_matmul_precision(config["matmul_precision"])
     if checkpoint is not None:
         config = automatic.as_chosen_before(config, runs.saved_config(checkpoint) or {})
-    config, datamodule, reason = _open(config)
+    config, datamodule, reason = registry.open_data(config)
     config = with_absolute_root(config)  # so that `evaluate` finds the data from any working folder
     if reason is not None:
         _print(reason)
@@ -122,22 +121,8 @@ def _train(config: dict[str, Any], folder: Path) -> float | None:
 
 def build(config: DictConfig | Config, *, initialized: bool = True) -> Parts:
     """The data module, set up, and the module with a new model, which starts from `config.init` if `initialized`."""
-    config, datamodule, _ = _open(read_experiment(resolve(config)))
+    config, datamodule, _ = registry.open_data(registry.read_experiment(resolve(config)))
     return Parts(datamodule, _build_module(automatic.with_any_rate(config), datamodule, initialized))
-
-
-def _open(config: Config) -> tuple[dict[str, Any], TaskData, str | None]:
-    """The configuration with the values that depend on the data, the data, and the reason for the values.
-
-    `recipe.learning_rate=find` stays.
-    """
-    ready = with_any_choice(config)
-    datamodule = registry.of(config).data.from_config(ready, device_batch_size(ready))
-    chosen, reason = choose(config, datamodule.info)
-    if reason is not None:
-        settled = automatic.with_any_rate(chosen)
-        datamodule.take_recipe(settled, device_batch_size(settled))
-    return chosen, datamodule, reason
 
 
 def _build_module(config: Config, datamodule: TaskData, initialized: bool) -> TrainedModule:
