@@ -30,7 +30,7 @@ from longseq.tasks.training.callbacks.stop import stoppable
 from longseq.tasks.training.callbacks.throughput import RunClock, Throughput
 from longseq.tasks.training.class_report import to_csv
 from longseq.tasks.training.configuration import Config, command_word, flatten, refer, resolve, with_absolute_root
-from longseq.tasks.training.logger import RunLogger, close_loggers, logged, writes_events
+from longseq.tasks.training.logger import RunLogger, close_loggers, find_board, logged
 from longseq.tasks.training.model import freeze
 from longseq.tasks.training.module import TrainedModule
 from longseq.tasks.training.recipe import Training, device_batch_size, device_count, effective_learning_rate
@@ -98,7 +98,7 @@ def _train(config: dict[str, Any], folder: Path) -> float | None:
         if _is_first_process():
             runs.bring_best(checkpoint, folder)  # after all errors: a refused run leaves no folder
     _save_config(config, folder)
-    _announce(config, datamodule.info, module, checkpoint, events=writes_events(trainer.loggers))
+    _announce(config, datamodule.info, module, checkpoint, events=find_board(trainer.loggers) is not None)
     device = trainer.strategy.root_device
     try:
         with stoppable(trainer):
@@ -269,7 +269,7 @@ def _record(
             rows.append(("model", shorten(save_pretrained(from_pretrained(best), target, metrics=written))))
         best = shorten(best)
         rows.append(("checkpoint", best))
-        if writes_events(trainer.loggers):
+        if find_board(trainer.loggers) is not None:
             rows.append(("TensorBoard", _tensorboard(folder)))
         words = command_word("checkpoint", best)
         if config.get("plugins"):

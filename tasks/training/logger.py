@@ -72,9 +72,9 @@ def log_metrics(loggers: Iterable[Logger], metrics: Mapping[str, float], step: i
         logger.log_metrics(metrics=dict(metrics), step=step)
 
 
-def writes_events(loggers: Iterable[Logger]) -> bool:
-    """True if a run has events that TensorBoard shows."""
-    return any(isinstance(logger, TensorBoardLogger) for logger in loggers)
+def find_board(loggers: Iterable[Logger]) -> TensorBoardLogger | None:
+    """The logger that TensorBoard shows, which accepts pictures; None if the run has only other loggers."""
+    return next((logger for logger in loggers if isinstance(logger, TensorBoardLogger)), None)
 
 
 @rank_zero_only

@@ -132,43 +132,35 @@ class _FetchClock(PassThroughProfiler):
     def __init__(self) -> None:
         super().__init__()
         self.device = torch.device("cpu")
-        self._loading: _Mark | None = None  # the start of the last loading
-        self._loads: list[tuple[_Mark, _Mark]] = []
-        self._batches: list[tuple[_Mark, _Mark]] = []
+        self._loading: Any = None  # the start and the end of the last loading
+        self._loaded: Any = None
+        self._batches: list[tuple[Any, Any, Any]] = []  # these, and the end of the batch
 
     def start(self, action_name: str) -> None:
         if action_name.endswith("train_dataloader_next"):
-            self._loading = _Mark(self.device)
+            self._loading = self._now()
 
     def stop(self, action_name: str) -> None:
-        if action_name.endswith("train_dataloader_next") and self._loading is not None:
-            self._loads.append((self._loading, _Mark(self.device)))
+        if action_name.endswith("train_dataloader_next"):
+            self._loaded = self._now()
 
     def end_batch(self) -> None:
         if self._loading is not None:
-            self._batches.append((self._loading, _Mark(self.device)))
+            self._batches.append((self._loading, self._loaded, self._now()))
 
     def take(self) -> tuple[float, float]:
         """Seconds of loading and training since the last call, and of loading only. The device must be idle."""
-        seconds = sum(start.until(end) for start, end in self._batches)
-        waited = sum(start.until(end) for start, end in self._loads)
-        self._batches.clear()
-        self._loads.clear()
-        return seconds, waited
+        batches, self._batches = self._batches, []
+        return sum(_seconds(start, end) for start, _, end in batches), sum(_seconds(*one[:2]) for one in batches)
+
+    def _now(self) -> Any:
+        """This moment, or on a CUDA device an event at which its stream reaches it."""
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
 
 
-class _Mark:
-    """A moment: of this process, or on a CUDA device when its stream reaches it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._time = time.perf_counter()
-        self._event: torch.cuda.Event | None = None
-        if device.type == "cuda":
-            self._event = torch.cuda.Event(enable_timing=True)
-            self._event.record(torch.cuda.current_stream(device))
-
-    def until(self, other: _Mark) -> float:
-        """Seconds from this moment to `other`."""
-        if self._event is None or other._event is None:
-            return other._time - self._time
-        return self._event.elapsed_time(other._event) / 1000
+def _seconds(start: Any, end: Any) -> float:
+    return end - start if isinstance(start, float) else start.elapsed_time(end) / 1000
