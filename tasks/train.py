@@ -245,7 +245,8 @@ def _record(
     for logger in trainer.loggers:
         if isinstance(logger, RunLogger):
             tested = {name: value for name, value in metrics.items() if name.startswith("test/")}
-            logger.log_results(dict(flatten({name: config[name] for name in SETTINGS})), tested)
+            settings = dict(flatten({name: config[name] for name in SETTINGS}))
+            logger.log_hyperparams(settings, tested, trainer.global_step)
     written = metrics | {"higher_is_better": module.directions()} | report.extras(module, info, "test")
     if not trainer.fast_dev_run:  # type: ignore[attr-defined]
         for name, table in report.tables(module, info).items():

@@ -13,7 +13,6 @@ from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.utilities import rank_zero_only
-from torch.utils.tensorboard.summary import hparams
 
 from longseq.tasks.training import targets
 
@@ -23,14 +22,6 @@ class RunLogger(TensorBoardLogger):
 
     def __init__(self, folder: str, purge_step: int | None = None) -> None:
         super().__init__(folder, name="", version="", default_hp_metric=False, purge_step=purge_step)
-
-    @rank_zero_only
-    def log_results(self, parameters: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
-        """Show flat hyper-parameters with these metrics, logged before, in TensorBoard's HPARAMS tab."""
-        # TensorBoardLogger.log_hyperparams would write every metric a second time, at step 0 of its chart.
-        plain = {key: value if isinstance(value, int | float) else str(value) for key, value in parameters.items()}
-        for summary in hparams(plain, dict(metrics)):
-            self.experiment.file_writer.add_summary(summary)
 
     @rank_zero_only
     def save(self, *_: Any) -> None:
