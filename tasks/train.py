@@ -25,7 +25,6 @@ from longseq.tasks.costs import costs_of
 from longseq.tasks.data.module import Info, TaskData
 from longseq.tasks.report import print_rows, quiet_libraries, shorten
 from longseq.tasks.training import automatic, runs
-from longseq.tasks.training import checkpoint as checkpoints
 from longseq.tasks.training.callbacks.stop import stoppable
 from longseq.tasks.training.callbacks.throughput import RunClock, Throughput
 from longseq.tasks.training.class_report import to_csv
@@ -127,12 +126,12 @@ def build(config: DictConfig | Config, *, initialized: bool = True) -> Parts:
 
 def _build_module(config: Config, datamodule: TaskData, initialized: bool) -> TrainedModule:
     task, config = registry.of(config), dict(config)
-    model = task.model.build(config if initialized else task.model.untrained(config), datamodule.info)
-    if initialized and config["init"] is not None and task.model.is_weights(config["init"]):
-        task.model.start_from_weights(model, config, datamodule.info)
-    elif initialized and config["init"] is not None:
-        taken = (config["task"]["name"], *task.model.starts_from)
-        task.model.start_from(model, checkpoints.load(config["init"], key="init", tasks=taken), datamodule.info)
+    options = dict(config["model"])
+    if not initialized and "pretrained" in options:
+        options["pretrained"] = False
+    model = task.model.build({**config, "model": options}, datamodule.info)
+    if initialized and config["init"] is not None:
+        task.model.start(model, config, datamodule.info)
     freeze(model, config["recipe"].get("freeze"))
     # The plug-ins that the command declares, or that define the data, the model or the training steps.
     parts = [type(datamodule), *datamodule.registered_parts, task.module, *map(type, model.modules())]

@@ -86,15 +86,16 @@ class ImageModel(TaskModel):
             others = f"and the weights have {name_some(theirs)}" if theirs else "and the weights name none"
             _log.warning("the head is new: the classes are %s, %s", name_some(info.class_names), others)
 
-    def untrained(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        if not config["model"].get("pretrained"):
-            return config
-        return {**config, "model": {**config["model"], "pretrained": False}}
-
     def is_weights(self, path: str) -> bool:
         return path.endswith(_WEIGHTS) and Path(path).is_file()
 
-    def start_from_weights(self, model: nn.Module, config: Mapping[str, Any], info: DataInfo) -> None:
+    def start(self, model: nn.Module, config: Mapping[str, Any], info: DataInfo) -> None:
+        if self.is_weights(config["init"]):
+            self._start_from_weights(model, config, info)
+        else:
+            super().start(model, config, info)
+
+    def _start_from_weights(self, model: nn.Module, config: Mapping[str, Any], info: DataInfo) -> None:
         """Load a file of weights with timm, which fits positions, patches and channels to the new model.
 
         The head is new if the file has another number of classes. ValueError also for missing weights, which timm

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from timm.models._manipulate import group_with_matcher
 from torch import Tensor, nn
@@ -13,9 +13,7 @@ from torch import Tensor, nn
 from longseq import mixers
 from longseq.backbones.likeness import find_difference
 from longseq.mixers.pattern import options_by_name
-
-if TYPE_CHECKING:
-    from longseq.tasks.training.checkpoint import Loaded
+from longseq.tasks.training.checkpoint import Loaded, load
 
 _log = logging.getLogger(__name__)
 
@@ -48,21 +46,18 @@ class TaskModel(ABC):
         if copy_weights(model, trained.state_dict()):
             _log.warning("the head is new: the weights have one with other shapes")
 
+    def start(self, model: nn.Module, config: Mapping[str, Any], info: Any) -> None:
+        """Give a new model the weights that `config.init` names. ValueError if they do not fit."""
+        loaded = load(config["init"], key="init", tasks=(config["task"]["name"], *self.starts_from))
+        self.start_from(model, loaded, info)
+
     def start_from(self, model: nn.Module, loaded: Loaded, info: Any) -> None:
         """Copy the weights of `loaded`, which `init` names. ValueError if its model or data do not fit `info`."""
         self.initialize(model, loaded.backbone)
 
-    def untrained(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The configuration with which `build` reads no weights, for a run that loads a checkpoint."""
-        return config
-
     def is_weights(self, path: str) -> bool:
         """True if `init` names a file with only weights, in the format of another library."""
         return False
-
-    def start_from_weights(self, model: nn.Module, config: Mapping[str, Any], info: Any) -> None:
-        """Copy the weights of a file for which `is_weights` is true. ValueError if they do not fit."""
-        raise NotImplementedError
 
     def load_options(self, trained: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
         """Options of `checkpoint.load` for a model, trained on `trained`, whose keys of `data` get `changes`."""
