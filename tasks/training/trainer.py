@@ -37,7 +37,7 @@ def build_callbacks(config: DictConfig | Config, module: TrainedModule) -> list[
     A callback that monitors a metric gets its direction from the metric of `module`, which must have it (ValueError).
     """
     config = resolve(config)
-    callbacks: list[Callback] = [StopTogether(), RunClock(), KernelPreparation()]
+    callbacks: list[Callback] = [StopTogether(), RunClock(config["trainer"].get("max_time")), KernelPreparation()]
     if config["recipe"].get("ema") and module.has_gradients:
         callbacks.append(ExponentialMovingAverage(**config["recipe"]["ema"]))
     for name, options in config["callbacks"].items():

@@ -21,7 +21,7 @@ from longseq.tasks.training.system import peak_memory
 
 
 class RunClock(Timer):
-    """Lightning's Timer under a name of its own, so that a run may have another one."""
+    """Lightning's Timer, also for `trainer.max_time`, under a name of its own, so that a run may have another one."""
 
 
 class Throughput(Callback):

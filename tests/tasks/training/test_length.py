@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
+from longseq.tasks import train
 from longseq.tasks.config import UNITS
 from longseq.tasks.training.schedule import Epoch, RunLength
 from longseq.tasks.training.words import complete
@@ -49,3 +52,11 @@ def test_a_warmup_that_would_outlast_the_run_is_shortened_to_a_tenth(caplog):
     assert "the warm-up takes 2 of its 20 updates" in caplog.text
     length = RunLength.from_recipe(NULL | {"updates": 1, "schedule": {"warmup_epochs": 5}})
     assert length.count_warmup_epochs(EPOCH) == 0
+
+
+@pytest.mark.slow
+def test_lightnings_max_time_ends_a_run_with_its_test(tiny, tmp_path):
+    train.run(tiny("recipe.epochs=100000", "+trainer.max_time=00:00:00:02"))
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    assert "test/top1" in metrics
+    assert metrics["epochs"] < 1000
