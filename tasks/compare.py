@@ -32,7 +32,6 @@ from longseq.tasks.costs import match_parameters
 from longseq.tasks.registry import read_experiment
 from longseq.tasks.report import print_rows, quiet_libraries, shorten
 from longseq.tasks.training import runs
-from longseq.tasks.training.automatic import MINUTES
 from longseq.tasks.training.configuration import resolve, spell_value, with_absolute_root
 from longseq.tasks.training.recipe import device_count
 from longseq.tasks.training.schedule import WARMUPS
@@ -224,7 +223,7 @@ def _set(values: Mapping[str, Any]) -> list[str]:
 def _shorten(composed: DictConfig, part: float) -> dict[str, Any]:
     """The keys that shorten a run and its warm-up to a part of their lengths."""
     recipe = composed.recipe
-    lengths = {f"recipe.{unit}": recipe.get(unit) for unit in (*UNITS, MINUTES)}
+    lengths = {f"recipe.{unit}": recipe.get(unit) for unit in UNITS}
     lengths |= {f"recipe.schedule.{name}": (recipe.get("schedule") or {}).get(name) for name in WARMUPS}
     whole = ("recipe.epochs", "recipe.updates", "recipe.schedule.warmup_updates")
     shorter = {key: value * part for key, value in lengths.items() if value}

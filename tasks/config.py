@@ -208,7 +208,6 @@ class Recipe(Keys):
     epochs: Count | None = key(None, "the length of the run in epochs")
     updates: Count | None = key(None, "or in updates")
     tokens: Annotated[float, Field(ge=1)] | None = key(None, "or in tokens, over all devices")
-    minutes: Positive | None = key(None, "or in minutes with validations: the run plans its updates by their speed")
     validate_every_epochs: Count | None = key(None, "the interval between validations; all null: one epoch")
     validate_every_updates: Count | None = key(None, "or in updates")
     validate_every_tokens: Annotated[float, Field(ge=1)] | None = key(None, "or in tokens")

@@ -15,7 +15,6 @@ from longseq.blocks.sharding import unsharded_class
 from longseq.parameters import count_parameters
 from longseq.state import state_size
 from longseq.tasks import registry
-from longseq.tasks.training.recipe import device_batch_size
 
 CLOSE = 0.01  # how far the parameters of a model may be from those that are asked for
 MULTIPLE = 8  # of the width of an MLP: half precision needs it to be fast
@@ -57,14 +56,12 @@ def match_parameters(config: Mapping[str, Any], wanted: float) -> float:
     Raises:
         ValueError: no width of the MLP is within 1 %.
     """
-    ready = registry.with_any_choice(config)
-    task = registry.of(config)
-    info = task.data.from_config(ready, batch_size=device_batch_size(ready)).info
-    chosen, _ = registry.choose(config, info) if info.sizes else (ready, None)
+    chosen, datamodule, _ = registry.open_data(config)
 
     def count(ratio: float) -> tuple[int, int]:
+        as_wide = {**chosen, "model": {**chosen["model"], "mlp_ratio": ratio}}
         with torch.device("meta"):
-            model: Any = task.model.build({**chosen, "model": {**chosen["model"], "mlp_ratio": ratio}}, info)
+            model: Any = registry.of(config).model.build(as_wide, datamodule.info)
         body = getattr(model, "body", model)
         return count_without_embedding(model), getattr(body, "d_model", None) or body.embed_dim
 

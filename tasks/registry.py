@@ -121,5 +121,21 @@ def choose(config: Mapping[str, Any], info: Any | None) -> tuple[dict[str, Any],
 
 
 def with_any_choice(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration with possible values where it says `auto` or `find`, or plans its updates."""
-    return automatic.with_any(choose(config, None)[0])
+    """The configuration with possible values where it says `auto` or `find`."""
+    return automatic.with_any_rate(choose(config, None)[0])
+
+
+def open_data(config: Mapping[str, Any]) -> tuple[dict[str, Any], TaskData, str | None]:
+    """The configuration with the values that depend on the data, the data, and the reason for the values.
+
+    `recipe.learning_rate=find` stays.
+    """
+    from longseq.tasks.training.recipe import device_batch_size
+
+    ready = with_any_choice(config)
+    datamodule = of(config).data.from_config(ready, device_batch_size(ready))
+    chosen, reason = choose(config, datamodule.info)
+    if reason is not None:
+        settled = automatic.with_any_rate(chosen)
+        datamodule.take_recipe(settled, device_batch_size(settled))
+    return chosen, datamodule, reason

@@ -17,27 +17,25 @@ from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
 from longseq.hub import CARD_FILE
-from longseq.models import from_pretrained, kind_of, save_pretrained
+from longseq.models import CHECKPOINT_CONFIG, check_continues, from_pretrained, kind_of, save_pretrained
 from longseq.parameters import count_parameters
 from longseq.plugins import plugin_of
 from longseq.tasks import registry
 from longseq.tasks.costs import costs_of
 from longseq.tasks.data.module import Info, TaskData
-from longseq.tasks.registry import choose, read_experiment, with_any_choice
 from longseq.tasks.report import print_rows, quiet_libraries, shorten
 from longseq.tasks.training import automatic, runs
-from longseq.tasks.training import checkpoint as checkpoints
 from longseq.tasks.training.callbacks.stop import stoppable
 from longseq.tasks.training.callbacks.throughput import RunClock, Throughput
 from longseq.tasks.training.class_report import to_csv
 from longseq.tasks.training.configuration import Config, command_word, flatten, refer, resolve, with_absolute_root
-from longseq.tasks.training.logger import RunLogger, close_loggers, logged, writes_events
+from longseq.tasks.training.logger import RunLogger, close_loggers, find_board, logged
 from longseq.tasks.training.model import freeze
 from longseq.tasks.training.module import TrainedModule
 from longseq.tasks.training.recipe import Training, device_batch_size, device_count, effective_learning_rate
 from longseq.tasks.training.runs import locked
 from longseq.tasks.training.system import write_text
-from longseq.tasks.training.trainer import TABLE, build_callbacks, build_trainer, find_learning_rate, plan_updates
+from longseq.tasks.training.trainer import TABLE, build_callbacks, build_trainer, find_learning_rate
 
 _log = logging.getLogger(__name__)
 
@@ -58,7 +56,7 @@ def run(cfg: DictConfig) -> float | None:
     The run folder `cfg.output` receives config.yaml, checkpoints/ and TensorBoard events. At the end it also receives
     metrics.json and model/, the best model for `longseq.from_pretrained` and timm.
     """
-    config = read_experiment(resolve(cfg))
+    config = registry.read_experiment(resolve(cfg))
     registry.of(config).data.prepare_process(config)
     folder = Path(config["output"])
     done = runs.finished(folder)
@@ -81,10 +79,7 @@ def _train(config: dict[str, Any], folder: Path) -> float | None:
         torch.set_float32_matmul_precision(config["matmul_precision"])
     if checkpoint is not None:
         config = automatic.as_chosen_before(config, runs.saved_config(checkpoint) or {})
-    wanted = config
-    config, datamodule, reason = _open(wanted)
-    if automatic.plans(config):
-        config, reason = choose(automatic.with_found(wanted, updates=_plan(config, datamodule)), datamodule.info)
+    config, datamodule, reason = registry.open_data(config)
     config = with_absolute_root(config)  # so that `evaluate` finds the data from any working folder
     if reason is not None:
         _print(reason)
@@ -98,11 +93,11 @@ def _train(config: dict[str, Any], folder: Path) -> float | None:
     trainer = build_trainer(config, build_callbacks(config, module), first_update=first_update)
     datamodule.trainer = trainer  # as Lightning does later: it determines the batches of an epoch
     if checkpoint is not None:
-        module.check_continues(runs.contents_of(checkpoint), trainer, datamodule)
+        check_continues(module.backbone, runs.contents_of(checkpoint).get(CHECKPOINT_CONFIG))
         if _is_first_process():
             runs.bring_best(checkpoint, folder)  # after all errors: a refused run leaves no folder
     _save_config(config, folder)
-    _announce(config, datamodule.info, module, checkpoint, events=writes_events(trainer.loggers))
+    _announce(config, datamodule.info, module, checkpoint, events=find_board(trainer.loggers) is not None)
     device = trainer.strategy.root_device
     try:
         with stoppable(trainer):
@@ -125,32 +120,18 @@ def _train(config: dict[str, Any], folder: Path) -> float | None:
 
 def build(config: DictConfig | Config, *, initialized: bool = True) -> Parts:
     """The data module, set up, and the module with a new model, which starts from `config.init` if `initialized`."""
-    config, datamodule, _ = _open(read_experiment(resolve(config)))
-    return Parts(datamodule, _build_module(automatic.with_any(config), datamodule, initialized))
-
-
-def _open(config: Config) -> tuple[dict[str, Any], TaskData, str | None]:
-    """The configuration with the values that depend on the data, the data, and the reason for the values.
-
-    `recipe.learning_rate=find` and `recipe.minutes` stay.
-    """
-    ready = with_any_choice(config)
-    datamodule = registry.of(config).data.from_config(ready, device_batch_size(ready))
-    chosen, reason = choose(config, datamodule.info)
-    if reason is not None:
-        settled = automatic.with_any(chosen)
-        datamodule.take_recipe(settled, device_batch_size(settled))
-    return chosen, datamodule, reason
+    config, datamodule, _ = registry.open_data(registry.read_experiment(resolve(config)))
+    return Parts(datamodule, _build_module(automatic.with_any_rate(config), datamodule, initialized))
 
 
 def _build_module(config: Config, datamodule: TaskData, initialized: bool) -> TrainedModule:
     task, config = registry.of(config), dict(config)
-    model = task.model.build(config if initialized else task.model.untrained(config), datamodule.info)
-    if initialized and config["init"] is not None and task.model.is_weights(config["init"]):
-        task.model.start_from_weights(model, config, datamodule.info)
-    elif initialized and config["init"] is not None:
-        taken = (config["task"]["name"], *task.model.starts_from)
-        task.model.start_from(model, checkpoints.load(config["init"], key="init", tasks=taken), datamodule.info)
+    options = dict(config["model"])
+    if not initialized and "pretrained" in options:
+        options["pretrained"] = False
+    model = task.model.build({**config, "model": options}, datamodule.info)
+    if initialized and config["init"] is not None:
+        task.model.start(model, config, datamodule.info)
     freeze(model, config["recipe"].get("freeze"))
     # The plug-ins that the command declares, or that define the data, the model or the training steps.
     parts = [type(datamodule), *datamodule.registered_parts, task.module, *map(type, model.modules())]
@@ -161,7 +142,7 @@ def _build_module(config: Config, datamodule: TaskData, initialized: bool) -> Tr
 
 def _search(config: Config, datamodule: TaskData, folder: Path) -> dict[str, Any]:
     """The configuration with the learning rate that a search finds for its model and data."""
-    trial = automatic.with_any(config)
+    trial = automatic.with_any_rate(config)
     module = _build_module(trial, datamodule, initialized=True)
     assert module.recipe is not None
     module.recipe = replace(module.recipe, length=None)
@@ -170,21 +151,7 @@ def _search(config: Config, datamodule: TaskData, folder: Path) -> dict[str, Any
         f"learning rate {rate:.3g} found (the loss falls most steeply there): recipe.learning_rate={value:g}; the "
         f"curve is in {shorten(folder / TABLE)}"
     )
-    return automatic.with_found(config, learning_rate=value)
-
-
-def _plan(config: Config, datamodule: TaskData) -> int:
-    """The updates that `recipe.minutes` gives."""
-    trial = automatic.with_any(config)
-    module = _build_module(trial, datamodule, initialized=True)
-    if not module.has_gradients or config["trainer"].get("fast_dev_run"):
-        return 1
-    updates, watch = plan_updates(trial, module, datamodule)
-    _print(
-        f"recipe.minutes={config['recipe']['minutes']:g}: {updates} updates of {watch.update:.3g} s, validations of "
-        f"{watch.validation:.3g} s"
-    )
-    return updates
+    return automatic.with_rate(config, value)
 
 
 def _is_first_process() -> bool:
@@ -260,8 +227,6 @@ def _announce(
             f"effective batch {recipe['batch_size']} = {batch} per device x {devices} device(s) "
             f"x {accumulate} accumulated; effective learning rate {effective_learning_rate(config):.3g}"
         )
-    for line in registry.of(config).model.notes(module.backbone):
-        _print(line)
     if checkpoint is not None:
         _print(f"continuing from {shorten(checkpoint)}")
     elif config["resume"]:
@@ -279,7 +244,8 @@ def _record(
     for logger in trainer.loggers:
         if isinstance(logger, RunLogger):
             tested = {name: value for name, value in metrics.items() if name.startswith("test/")}
-            logger.log_results(dict(flatten({name: config[name] for name in SETTINGS})), tested)
+            settings = dict(flatten({name: config[name] for name in SETTINGS}))
+            logger.log_hyperparams(settings, tested, trainer.global_step)
     written = metrics | {"higher_is_better": module.directions()} | report.extras(module, info, "test")
     if not trainer.fast_dev_run:  # type: ignore[attr-defined]
         for name, table in report.tables(module, info).items():
@@ -303,7 +269,7 @@ def _record(
             rows.append(("model", shorten(save_pretrained(from_pretrained(best), target, metrics=written))))
         best = shorten(best)
         rows.append(("checkpoint", best))
-        if writes_events(trainer.loggers):
+        if find_board(trainer.loggers) is not None:
             rows.append(("TensorBoard", _tensorboard(folder)))
         words = command_word("checkpoint", best)
         if config.get("plugins"):

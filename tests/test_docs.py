@@ -41,7 +41,7 @@ SHORT_DOCUMENTS = (*SHORT[:4], "recipe.schedule.warmup_updates=0", "recipe.batch
 SHORT_DOCUMENTS += ("callbacks.linear=null",)
 NARROW = ("model.embed_dim=16", "model.depth=1", "data.num_workers=0")
 INSTEAD = {"trainer=gpu": "trainer=cpu", "learning_rate_finder.num_training=50": "learning_rate_finder.num_training=20"}
-INSTEAD["recipe.minutes=0.5"] = "recipe.minutes=0.01"
+INSTEAD["recipe.updates=200"] = "recipe.updates=2"
 OF_HYDRA = ("hydra.", "hydra/", "hparams_search=")  # what Hydra runs, and where
 
 
@@ -137,7 +137,7 @@ def shorten(words: list[str]) -> list[str]:
             if "mixer=hybrid" in words:  # two kinds of layers
                 added = tuple(word.replace("depth=1", "depth=2") for word in added)
     taken = {word.partition("=")[0] for word in words}
-    taken |= {"recipe.epochs"} if "recipe.minutes" in taken else set()
+    taken |= {"recipe.epochs"} if "recipe.updates" in taken else set()
     return [*words, *(word for word in added if word.partition("=")[0] not in taken)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,12 +18,14 @@ from longseq.tasks.document.batch import Split
 from longseq.tasks.document.config import DocumentInfo, DocumentModelKeys, LinearModelKeys
 from longseq.tasks.training.checkpoint import Loaded
 from longseq.tasks.training.configuration import BodyKeys
-from longseq.tasks.training.model import TaskModel, note
+from longseq.tasks.training.model import TaskModel
 from longseq.tasks.training.token_model import (
     body_like,
     build_seeded,
     check_tokenizer,
 )
+
+_log = logging.getLogger(__name__)
 
 # The values of `config.model.name`.
 MODELS: Mapping[str, type[TextClassifier]] = {"document": TextClassifier, "document_pair": PairClassifier}
@@ -80,7 +83,7 @@ class DocumentModel(TaskModel):
         for name in (name for name, copied in fits.items() if copied):
             getattr(model, name).load_state_dict(getattr(trained, name).state_dict())
         if new := [name for name, copied in fits.items() if not copied and getattr(model, name) is not None]:
-            note(model, f"new beside the weights of {loaded.path}: {', '.join(new)}")
+            _log.warning("not in the weights of %s, and new: %s", loaded.path, ", ".join(new))
 
 
 def read_documents(split: Split) -> Iterator[tuple[Sequence[int], Any]]:

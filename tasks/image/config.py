@@ -230,7 +230,7 @@ def choose_recipe(config: Mapping[str, Any], info: DataInfo | None, parts: int =
     if isinstance(recipe.get("updates"), int):
         length: float | None = recipe["updates"] / max(1, images // batch)
     else:
-        length = epochs if recipe.get("tokens") is recipe.get("minutes") is None else None
+        length = epochs if recipe.get("tokens") is None else None
     if tuned:
         rate = float(f"{1e-4 * math.sqrt(batch / SMALLEST_BATCH):.2g}")
     elif large:
@@ -271,7 +271,7 @@ def _explain(
     """The choice and its reason, in one line."""
     recipe = config["recipe"]
     rate = "that is searched" if values["learning_rate"] == FIND else values["learning_rate"]
-    units = [unit for unit in ("updates", "tokens", "minutes") if recipe.get(unit) is not None]
+    units = [unit for unit in ("updates", "tokens") if recipe.get(unit) is not None]
     count, unit = (recipe[units[0]], units[0]) if units else (values["epochs"], "epochs")
     length = f"{count:,} {unit.removesuffix('s') if count == 1 else unit}"
     strong = values["augment.repeats"] > 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 import typing
 from collections.abc import Mapping
@@ -23,11 +24,13 @@ from longseq.plugin_models import TARGET, make_plugin_model
 from longseq.plugins import find_class
 from longseq.tasks.data.labels import name_some
 from longseq.tasks.image.config import DataInfo
-from longseq.tasks.training.model import TaskModel, copy_weights, mixer_options, note, refuse_difference
+from longseq.tasks.training.model import TaskModel, copy_weights, mixer_options, refuse_difference
 from longseq.timm_models import DECISION, constructor_defaults, stated_by
 
 if TYPE_CHECKING:
     from longseq.tasks.training.checkpoint import Loaded
+
+_log = logging.getLogger(__name__)
 
 # The endings of files that hold only weights.
 _WEIGHTS = (".safetensors", ".pth", ".pt", ".bin", ".pth.tar")
@@ -81,17 +84,18 @@ class ImageModel(TaskModel):
         if theirs != info.class_names:
             head.load_state_dict(drawn)
             others = f"and the weights have {name_some(theirs)}" if theirs else "and the weights name none"
-            note(model, f"the head is new: the classes are {name_some(info.class_names)}, {others}")
-
-    def untrained(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        if not config["model"].get("pretrained"):
-            return config
-        return {**config, "model": {**config["model"], "pretrained": False}}
+            _log.warning("the head is new: the classes are %s, %s", name_some(info.class_names), others)
 
     def is_weights(self, path: str) -> bool:
         return path.endswith(_WEIGHTS) and Path(path).is_file()
 
-    def start_from_weights(self, model: nn.Module, config: Mapping[str, Any], info: DataInfo) -> None:
+    def start(self, model: nn.Module, config: Mapping[str, Any], info: DataInfo) -> None:
+        if self.is_weights(config["init"]):
+            self._start_from_weights(model, config, info)
+        else:
+            super().start(model, config, info)
+
+    def _start_from_weights(self, model: nn.Module, config: Mapping[str, Any], info: DataInfo) -> None:
         """Load a file of weights with timm, which fits positions, patches and channels to the new model.
 
         The head is new if the file has another number of classes. ValueError also for missing weights, which timm
@@ -126,7 +130,7 @@ class ImageModel(TaskModel):
             reason = " ".join(str(error).split())[:200]
             raise ValueError(f"init={path} holds no weights of a {name}: {reason}") from error
         if count != info.num_classes:
-            note(model, f"the head is new: there are {info.num_classes} classes, and the weights are of {count}")
+            _log.warning("the head is new: there are %d classes, and the weights are of %d", info.num_classes, count)
 
     def load_options(self, trained: DataInfo, changes: Mapping[str, Any]) -> dict[str, Any]:
         size = changes.get("img_size")

@@ -22,8 +22,8 @@ from longseq.tasks.image.module import ImageClassifier
 from longseq.tasks.image.sources import Split
 from longseq.tasks.image.transforms import denormalize, evaluation_transform
 from longseq.tasks.training import targets
-from longseq.tasks.training.callbacks.charts import find_board
 from longseq.tasks.training.class_report import ClassReport, to_csv
+from longseq.tasks.training.logger import find_board
 from longseq.tasks.training.system import write_text
 
 COLUMNS = ("path", "true_class", "predicted_class", "probability", "loss")
@@ -66,7 +66,7 @@ class SamplePredictions(Callback):
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Averaged weights are in place here, but no longer at the end of the epoch.
         module: Any = pl_module
-        board = find_board(trainer) if trainer.is_global_zero and not has_shards(module.backbone) else None
+        board = find_board(trainer.loggers) if trainer.is_global_zero and not has_shards(module.backbone) else None
         self._validations += 1
         if board is None or self._validations & (self._validations - 1):
             return
@@ -151,7 +151,7 @@ class WorstErrors(Callback):
             return
         rows = [[*one[:3], f"{one.probability:.6f}", f"{one.loss:.6f}"] for one in self._mistakes]
         write_text(self.folder / "worst_errors_test.csv", to_csv([COLUMNS, *rows]))
-        board, shown = find_board(trainer), self._mistakes[: self.count]
+        board, shown = find_board(trainer.loggers), self._mistakes[: self.count]
         if shown and board is not None:
             picture = draw_predictions(
                 torch.stack([one.pixels for one in shown]).float() / 255,

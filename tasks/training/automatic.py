@@ -1,5 +1,4 @@
-"""Keys that are chosen when the data is open: `recipe.batch_size=auto`, `recipe.learning_rate=find`, and
-`recipe.updates` by `recipe.minutes`.
+"""Keys that are chosen when the data is open: `recipe.batch_size=auto` and the like, and `recipe.learning_rate=find`.
 
 A run records the chosen values, and their keys in `recipe.chosen`. A resumed run keeps them, also if the data changed.
 """
@@ -10,14 +9,12 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from longseq.tasks.config import UNITS, Choice
+from longseq.tasks.config import Choice
 from longseq.tasks.training.configuration import flatten
 
 AUTO = "auto"  # the task chooses the value by the data
 FIND = "find"  # the value is searched before the run, see `longseq.tasks.training.trainer.find_learning_rate`
 
-RATE = "learning_rate"
-UPDATES, MINUTES = "updates", "minutes"
 CHOSEN = "chosen"
 
 # Keys that tasks choose, besides those of the recipe. `auto` of other options has a meaning of the model or the data.
@@ -27,8 +24,6 @@ OTHERS = (
     *(f"model.{key}" for key in ("direction", "hashed_ngrams", "ngram_buckets", "mlp", "dropout", "head_dropout")),
 )
 
-_ANY = {RATE: 1e-3, UPDATES: 1}  # until the rate is found and the updates are planned
-
 
 def is_automatic(config: Mapping[str, Any]) -> bool:
     """True if a key waits for the task's choice."""
@@ -37,7 +32,7 @@ def is_automatic(config: Mapping[str, Any]) -> bool:
 
 def searches(config: Mapping[str, Any]) -> bool:
     """True if the learning rate is to be searched."""
-    return bool(config["recipe"].get(RATE) == FIND)
+    return bool(config["recipe"].get("learning_rate") == FIND)
 
 
 def value_of(config: Mapping[str, Any], key: str, chosen: Any) -> Any:
@@ -53,7 +48,7 @@ def settle(config: Mapping[str, Any], choice: Choice) -> dict[str, Any]:
     for key, value in choice.values.items():
         if _get(config, key) == AUTO:
             # A length in epochs becomes null if the recipe states it in another unit.
-            others = [key.replace("epochs", unit) for unit in ("updates", "tokens", MINUTES) if key.endswith("epochs")]
+            others = [key.replace("epochs", unit) for unit in ("updates", "tokens") if key.endswith("epochs")]
             stated = any(_get(config, other) is not None for other in others)
             _put(settled, key, None if stated else value)
             chosen.append(key)
@@ -61,37 +56,22 @@ def settle(config: Mapping[str, Any], choice: Choice) -> dict[str, Any]:
     return settled
 
 
-def plans(config: Mapping[str, Any]) -> bool:
-    """True if the updates are to be planned by `recipe.minutes`. ValueError if the recipe has another length, too."""
-    recipe = config["recipe"]
-    if recipe.get(MINUTES) is None or f"recipe.{UPDATES}" in (recipe.get(CHOSEN) or []):
-        return False
-    for unit in UNITS:
-        if recipe.get(unit) not in (None, AUTO):
-            raise ValueError(f"recipe.{unit}={recipe[unit]} and recipe.minutes={recipe[MINUTES]}: give only one")
-    return True
+def with_rate(config: Mapping[str, Any], rate: float) -> dict[str, Any]:
+    """The configuration with a learning rate that was found."""
+    chosen = [*(config["recipe"].get(CHOSEN) or []), "recipe.learning_rate"]
+    return {**config, "recipe": {**config["recipe"], "learning_rate": rate, CHOSEN: chosen}}
 
 
-def with_found(config: Mapping[str, Any], **found: float) -> dict[str, Any]:
-    """The configuration with a learning rate that was found, or with `updates` that were planned."""
-    recipe = config["recipe"]
-    chosen = [*(recipe.get(CHOSEN) or []), *(f"recipe.{key}" for key in found)]
-    return {**config, "recipe": {**recipe, **found, CHOSEN: chosen}}
-
-
-def with_any(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration with any learning rate and updates, where they are not found or planned yet."""
-    waiting = [*([RATE] if searches(config) else []), *([UPDATES] if plans(config) else [])]
-    return {**config, "recipe": {**config["recipe"], **{key: _ANY[key] for key in waiting}}}
+def with_any_rate(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration with any learning rate, where it is not found yet."""
+    return {**config, "recipe": {**config["recipe"], **({"learning_rate": 1e-3} if searches(config) else {})}}
 
 
 def as_chosen_before(config: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration with the values that an earlier run, of the configuration `saved`, chose."""
     settled, taken = copy.deepcopy(dict(config)), []
-    earlier = saved.get("recipe") or {}
-    for key in earlier.get(CHOSEN) or []:
-        planned = key == f"recipe.{UPDATES}" and plans(config) and config["recipe"][MINUTES] == earlier.get(MINUTES)
-        if planned or _get(settled, key) in (AUTO, FIND):
+    for key in (saved.get("recipe") or {}).get(CHOSEN) or []:
+        if _get(settled, key) in (AUTO, FIND):
             _put(settled, key, _get(saved, key))
             taken.append(key)
     if taken:
@@ -100,9 +80,9 @@ def as_chosen_before(config: Mapping[str, Any], saved: Mapping[str, Any]) -> dic
 
 
 def restore_words(checked: dict[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """`checked` with what `config` leaves open: the words `auto` and `find`, and updates by minutes."""
+    """`checked` with what `config` leaves open: the words `auto` and `find`."""
     for key, value in _choices(config):
-        if value in (AUTO, FIND) or (key == f"recipe.{UPDATES}" and plans(config)):
+        if value in (AUTO, FIND):
             _put(checked, key, value)
     checked["recipe"][CHOSEN] = config["recipe"].get(CHOSEN)
     return checked

@@ -134,16 +134,14 @@ def flatten(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def with_absolute_root(config: Config) -> dict[str, Any]:
     """The configuration with absolute paths in `data.root`; what is no path, such as a stream's name, stays."""
     data = config.get("data") or {}
-    if "root" not in data:
+    root = data.get("root")
+    if not root:
         return dict(config)
-    root = data["root"]
     whole = [_absolute(one) for one in root] if isinstance(root, list) else _absolute(root)
     return {**config, "data": {**data, "root": whole}}
 
 
-def _absolute(path: Any) -> Any:
-    if not isinstance(path, str) or not path:
-        return path
+def _absolute(path: str) -> str:
     found = os.path.expanduser(path)
     return os.path.abspath(found) if os.path.exists(found) else path
 

@@ -13,7 +13,6 @@ from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.utilities import rank_zero_only
-from torch.utils.tensorboard.summary import hparams
 
 from longseq.tasks.training import targets
 
@@ -23,14 +22,6 @@ class RunLogger(TensorBoardLogger):
 
     def __init__(self, folder: str, purge_step: int | None = None) -> None:
         super().__init__(folder, name="", version="", default_hp_metric=False, purge_step=purge_step)
-
-    @rank_zero_only
-    def log_results(self, parameters: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
-        """Show flat hyper-parameters with these metrics, logged before, in TensorBoard's HPARAMS tab."""
-        # TensorBoardLogger.log_hyperparams would write every metric a second time, at step 0 of its chart.
-        plain = {key: value if isinstance(value, int | float) else str(value) for key, value in parameters.items()}
-        for summary in hparams(plain, dict(metrics)):
-            self.experiment.file_writer.add_summary(summary)
 
     @rank_zero_only
     def save(self, *_: Any) -> None:
@@ -72,9 +63,9 @@ def log_metrics(loggers: Iterable[Logger], metrics: Mapping[str, float], step: i
         logger.log_metrics(metrics=dict(metrics), step=step)
 
 
-def writes_events(loggers: Iterable[Logger]) -> bool:
-    """True if a run has events that TensorBoard shows."""
-    return any(isinstance(logger, TensorBoardLogger) for logger in loggers)
+def find_board(loggers: Iterable[Logger]) -> TensorBoardLogger | None:
+    """The logger that TensorBoard shows, which accepts pictures; None if the run has only other loggers."""
+    return next((logger for logger in loggers if isinstance(logger, TensorBoardLogger)), None)
 
 
 @rank_zero_only

@@ -117,45 +117,55 @@ class MeanLabelF1(_MeanOfShares, tm.MultilabelF1Score):
     predicted = True
 
 
-class _MeanOfRanks:
-    """The mean of a score of ranked probabilities over the classes that samples have."""
+class Scores(Metric):
+    """Keeps probabilities `[N, C]`, and classes `[N]` or labels `[N, C]`, until after the last batch."""
 
-    preds: Any  # the states of torchmetrics' curves: probabilities [N, C], and classes [N] or labels [N, C]
-    target: Any
-    score: Callable[..., Tensor] = staticmethod(binary_average_precision)
-    needs_others = False  # whether the score also needs samples without the class
+    full_state_update = False
 
-    def compute(self) -> Any:  # a Tensor; torchmetrics' curves are typed so
-        probabilities, wanted = dim_zero_cat(self.preds), dim_zero_cat(self.target)
+    probabilities: list[Tensor]
+    targets: list[Tensor]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("probabilities", [], dist_reduce_fx="cat")
+        self.add_state("targets", [], dist_reduce_fx="cat")
+
+    def update(self, probabilities: Tensor, targets: Tensor) -> None:
+        """Add samples, maybe none; every process must call it."""
+        self.probabilities.append(probabilities)
+        self.targets.append(targets)
+
+    def compute(self) -> tuple[Tensor, Tensor]:
+        """Probabilities and targets of all processes."""
+        return dim_zero_cat(self.probabilities), dim_zero_cat(self.targets)
+
+    def own(self) -> tuple[Tensor, Tensor]:
+        """Probabilities and targets of this process."""
+        return torch.cat(list(self.probabilities)), torch.cat(list(self.targets))
+
+
+class MeanOfRanks(Scores):
+    """The mean of a score of ranked probabilities over the classes that samples have.
+
+    Args:
+        score: of probabilities `[N]` and targets `[N]` of 0 and 1.
+        needs_others: whether it also needs samples without the class.
+    """
+
+    higher_is_better = True
+
+    def __init__(self, score: Callable[..., Tensor], *, needs_others: bool = False) -> None:
+        super().__init__()
+        self.score, self.needs_others = score, needs_others
+
+    def compute(self) -> Any:
+        probabilities, wanted = super().compute()
         scores = []
         for number, ranked in enumerate(probabilities.T):
             there = wanted == number if wanted.ndim == 1 else wanted[:, number] > 0
             if there.any() and not (self.needs_others and there.all()):
-                scores.append(type(self).score(ranked, there.long(), **_OWN))
+                scores.append(self.score(ranked, there.long(), **_OWN))
         return torch.stack(scores).mean() if scores else probabilities.new_full((), torch.nan)
-
-
-class MeanAveragePrecision(_MeanOfRanks, tm.MulticlassAveragePrecision):
-    """The mean average precision over the classes that have samples."""
-
-
-class MeanLabelAveragePrecision(_MeanOfRanks, tm.MultilabelAveragePrecision):
-    """The mean average precision over the labels that a sample has."""
-
-
-class _MeanOfAreas(_MeanOfRanks):
-    """The mean area below the curves of classes that some samples have, and not all."""
-
-    score = staticmethod(binary_auroc)
-    needs_others = True
-
-
-class MeanAUROC(_MeanOfAreas, tm.MulticlassAUROC):
-    """The mean area below the curves of each class against the others."""
-
-
-class MeanLabelAUROC(_MeanOfAreas, tm.MultilabelAUROC):
-    """The mean area below the curves of the labels."""
 
 
 class ClosedBins:
@@ -180,6 +190,14 @@ def _make(metric: Callable[..., Metric], **options: Any) -> Make:
     return partial(metric, **options, **_OWN)
 
 
+def _mean_precision(classes: int) -> Metric:
+    return MeanOfRanks(binary_average_precision)
+
+
+def _mean_area(classes: int) -> Metric:
+    return MeanOfRanks(binary_auroc, needs_others=True)
+
+
 # Averages are macro: over the classes of the samples. In f1 and precision, classes that are only predicted count as 0.
 ONE_LABEL: Mapping[str, Make] = {
     "top1": _make(tm.MulticlassAccuracy, average="micro"),
@@ -191,8 +209,8 @@ ONE_LABEL_MORE: Mapping[str, Make] = {
     "f1_weighted": _make(tm.MulticlassF1Score, average="weighted"),
     "precision": _make(tm.MulticlassPrecision, average="macro"),
     "recall": MeanRecall,
-    "auroc": _make(MeanAUROC),
-    "average_precision": _make(MeanAveragePrecision),
+    "auroc": _mean_area,
+    "average_precision": _mean_precision,
     "calibration_error": _make(CalibrationError),
     "cohen_kappa": _make(tm.MulticlassCohenKappa),
     "matthews": _make(tm.MulticlassMatthewsCorrCoef),
@@ -201,13 +219,13 @@ SEVERAL_LABELS: Mapping[str, Make] = {
     "accuracy": _make(tm.MultilabelExactMatch),
     "f1": MeanLabelF1,
     "f1_micro": _make(tm.MultilabelF1Score, average="micro"),
-    "average_precision": _make(MeanLabelAveragePrecision),
+    "average_precision": _mean_precision,
 }
 SEVERAL_LABELS_MORE: Mapping[str, Make] = {
     "f1_weighted": _make(tm.MultilabelF1Score, average="weighted"),
     "precision": MeanLabelPrecision,
     "recall": MeanLabelRecall,
-    "auroc": _make(MeanLabelAUROC),
+    "auroc": _mean_area,
 }
 
 
@@ -347,30 +365,3 @@ def choose_thresholds(probabilities: Tensor, targets: Tensor, criterion: Criteri
         probabilities, targets = probabilities[:, 1:2], targets.unsqueeze(1)
     pairs = zip(probabilities.T, targets.T, strict=True)
     return torch.tensor([choose_threshold(scores, wanted, criterion) for scores, wanted in pairs])
-
-
-class Scores(Metric):
-    """Keeps probabilities `[N, C]` and targets to choose thresholds after the last batch."""
-
-    full_state_update = False
-
-    probabilities: list[Tensor]
-    targets: list[Tensor]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("probabilities", [], dist_reduce_fx="cat")
-        self.add_state("targets", [], dist_reduce_fx="cat")
-
-    def update(self, probabilities: Tensor, targets: Tensor) -> None:
-        """Add samples, maybe none; every process must call it."""
-        self.probabilities.append(probabilities)
-        self.targets.append(targets)
-
-    def compute(self) -> tuple[Tensor, Tensor]:
-        """Probabilities and targets of all processes."""
-        return dim_zero_cat(self.probabilities), dim_zero_cat(self.targets)
-
-    def own(self) -> tuple[Tensor, Tensor]:
-        """Probabilities and targets of this process."""
-        return torch.cat(list(self.probabilities)), torch.cat(list(self.targets))

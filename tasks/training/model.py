@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, MutableMapping
-from typing import TYPE_CHECKING, Any, ClassVar
-from weakref import WeakKeyDictionary
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar
 
 from timm.models._manipulate import group_with_matcher
 from torch import Tensor, nn
@@ -13,15 +13,12 @@ from torch import Tensor, nn
 from longseq import mixers
 from longseq.backbones.likeness import find_difference
 from longseq.mixers.pattern import options_by_name
+from longseq.tasks.training.checkpoint import Loaded, load
 
-if TYPE_CHECKING:
-    from longseq.tasks.training.checkpoint import Loaded
+_log = logging.getLogger(__name__)
 
 _HEAD = "?"  # no parameter has this name; its layer is the one after the blocks
 _AVERAGE = "running_mean"  # a buffer of batch norms only
-
-# What a user should know about the trained weights that a model took.
-_NOTES: MutableMapping[nn.Module, list[str]] = WeakKeyDictionary()
 
 
 class TaskModel(ABC):
@@ -44,30 +41,23 @@ class TaskModel(ABC):
         """
         return {}
 
-    def notes(self, model: nn.Module) -> list[str]:
-        """Lines about the weights from which a run starts, collected by `note`."""
-        return _NOTES.get(model, [])
-
     def initialize(self, model: nn.Module, trained: nn.Module) -> None:
         """Copy the weights of `trained`; only a head may have other shapes, and keeps its initial weights."""
         if copy_weights(model, trained.state_dict()):
-            note(model, "the head is new: the weights have one with other shapes")
+            _log.warning("the head is new: the weights have one with other shapes")
+
+    def start(self, model: nn.Module, config: Mapping[str, Any], info: Any) -> None:
+        """Give a new model the weights that `config.init` names. ValueError if they do not fit."""
+        loaded = load(config["init"], key="init", tasks=(config["task"]["name"], *self.starts_from))
+        self.start_from(model, loaded, info)
 
     def start_from(self, model: nn.Module, loaded: Loaded, info: Any) -> None:
         """Copy the weights of `loaded`, which `init` names. ValueError if its model or data do not fit `info`."""
         self.initialize(model, loaded.backbone)
 
-    def untrained(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The configuration with which `build` reads no weights, for a run that loads a checkpoint."""
-        return config
-
     def is_weights(self, path: str) -> bool:
         """True if `init` names a file with only weights, in the format of another library."""
         return False
-
-    def start_from_weights(self, model: nn.Module, config: Mapping[str, Any], info: Any) -> None:
-        """Copy the weights of a file for which `is_weights` is true. ValueError if they do not fit."""
-        raise NotImplementedError
 
     def load_options(self, trained: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
         """Options of `checkpoint.load` for a model, trained on `trained`, whose keys of `data` get `changes`."""
@@ -76,11 +66,6 @@ class TaskModel(ABC):
     def check_reads(self, model: nn.Module, trained: Any, found: Any) -> None:
         """Raise ValueError if a model, trained on data with the info `trained`, cannot read the data of `found`."""
         return
-
-
-def note(model: nn.Module, line: str) -> None:
-    """Keep a line for `TaskModel.notes`."""
-    _NOTES.setdefault(model, []).append(line)
 
 
 def refuse_difference(own: Mapping[str, Any], its: Mapping[str, Any], ignored: Collection[str] = ()) -> None:

@@ -202,19 +202,10 @@ class TrainedModule(LightningModule):
         if run:
             checkpoint[CHECKPOINT_RUN] = run
 
-    def check_continues(self, checkpoint: Mapping[str, Any], trainer: Any = None, data: Any = None) -> None:
-        """ValueError if a checkpoint's run cannot go on with this model, Trainer and data module."""
-        check_continues(self.backbone, checkpoint.get(CHECKPOINT_CONFIG))
-        config = (checkpoint.get(CHECKPOINT_RUN) or {}).get("config") or {}
-        if trainer is not None and not trainer.fast_dev_run and "trainer" in config:
-            schedule.check_epoch(config["trainer"], trainer, data)
-
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        check_continues(self.backbone, checkpoint.get(CHECKPOINT_CONFIG))
         if self._stage != TrainerFn.FITTING:
-            self.check_continues(checkpoint)
             return
-        trainer: Any = self.trainer
-        self.check_continues(checkpoint, trainer, trainer.datamodule)
         saved = checkpoint.get("lr_schedulers") or []
         self._saved_schedules = [state for state in saved if schedule.is_constant_rate(state)]
         self._saved_update = checkpoint["global_step"]

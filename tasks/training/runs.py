@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -65,7 +64,6 @@ LENGTH_KEYS = (
     "recipe.epochs",
     "recipe.updates",
     "recipe.tokens",
-    "recipe.minutes",
     "recipe.schedule.decay_epochs",
     "recipe.schedule.decay_fn",
     "recipe.schedule.min_lr",
@@ -141,16 +139,14 @@ def differences(
         free += LENGTH_KEYS if schedules == {"wsd"} else ()
     groups = tuple(f"{key}." for key in free)
     keys = [key for key in sorted(old.keys() | new.keys()) if not f"{key}.".startswith(groups)]
+    if new.get("trainer.limit_train_batches") is not None:  # it counts batches, and an epoch would have other updates
+        keys.append("trainer.accumulate_grad_batches")
     return [(key, old.get(key), new.get(key)) for key in keys if not _alike(key, old, new)]
 
 
 def _alike(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
     before: Any = old.get(key)
     now: Any = new.get(key)
-    parts = [config.get("trainer.accumulate_grad_batches", 1) for config in (old, new)]
-    if key == "trainer.limit_train_batches" and parts[0] != parts[1] and before is not None:
-        # A limit counts batches. A part of an epoch is compared when the data are open, by `check_epoch`.
-        return isinstance(before, float) or math.ceil(before * parts[1] / parts[0]) == now
     if key == "data.root" and all(isinstance(path, str) and os.path.isabs(path) for path in (before, now)):
         # The folder of the data may have moved.
         return before == now or (Path(before).name == Path(now).name and not Path(before).exists())

@@ -53,22 +53,6 @@ def count_epoch(trainer: Any, data: Any) -> Epoch | None:
     return Epoch(_count_updates(batches, trainer.limit_train_batches, parts), per_update)
 
 
-def check_epoch(saved: Mapping[str, Any], trainer: Any, data: Any) -> None:
-    """ValueError if a resumed run that accumulates another number of batches has other updates in an epoch.
-
-    `saved` are the keys of `trainer` in the checkpoint.
-    """
-    then, now = saved.get("accumulate_grad_batches", 1), trainer.accumulate_grad_batches
-    batches = None if then == now else getattr(data, "batches_per_epoch", None)
-    if batches is None:
-        return
-    before = _count_updates(batches // now * then, saved.get("limit_train_batches"), then)
-    after = _count_updates(batches, trainer.limit_train_batches, now)
-    if before != after:
-        limit = f"trainer.limit_train_batches={before * now}"
-        raise ValueError(f"resume: an epoch had {before} updates, and has {after}; give {limit}")
-
-
 def _count_updates(batches: int, limit: float | None, parts: int) -> int:
     """The updates, of `parts` batches each, of an epoch under Lightning's limit: a number of batches, or a part."""
     if limit is not None:
@@ -117,7 +101,7 @@ class RunLength:
         for prefix in ("", "warmup_", "validate_every_"):
             self._find(prefix)
         if self._find("") is None:
-            raise ValueError("give the run a length: recipe.epochs, recipe.updates, recipe.tokens or recipe.minutes")
+            raise ValueError("give the run a length: recipe.epochs, recipe.updates or recipe.tokens")
 
     @classmethod
     def from_recipe(cls, recipe: Mapping[str, Any]) -> RunLength:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -31,7 +31,8 @@ class TokenModel(TaskModel):
     def initialize(self, model: Any, trained: Any) -> None:
         """As `TaskModel.initialize`; ValueError also if the models compute different functions of the same weights."""
         super().initialize(model, trained)
-        check_alike(model, trained, ignored=("vocab_size", "direction", "share_directions", "merge"))
+        own, its = (describe(one)["model_args"] for one in (model, trained))
+        refuse_difference(own, its, ignored=("vocab_size", "direction", "share_directions", "merge"))
 
 
 def body_like(saved: Mapping[str, Any], keys: type[BodyKeys] = TokenModelKeys) -> dict[str, Any]:
@@ -41,21 +42,11 @@ def body_like(saved: Mapping[str, Any], keys: type[BodyKeys] = TokenModelKeys) -
     return {**found, "mlp": found["mlp"] or "none"}
 
 
-def check_alike(model: TokenBackbone, trained: TokenBackbone, ignored: Collection[str]) -> None:
-    """ValueError if token models compute different functions of the same weights."""
-    own, its = (describe(one)["model_args"] for one in (model, trained))
-    refuse_difference(own, its, ignored)
-
-
 def check_tokenizer(loaded: Loaded, tokenizer: Mapping[str, Any] | None) -> None:
     """ValueError if a model was trained with another tokenizer than the data's; None for data that is tokens."""
-    if not have_one_tokenizer(loaded.data.get("tokenizer"), tokenizer):
+    known = loaded.data.get("tokenizer")
+    if not (same_tokenizer(known, tokenizer) if known and tokenizer else known is tokenizer):
         raise ValueError(f"init={loaded.path}: its model was trained with another tokenizer")
-
-
-def have_one_tokenizer(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> bool:
-    """True if two tokenizers give the same tokens; None stands for data that is tokens."""
-    return same_tokenizer(one, other) if one is not None and other is not None else one is other
 
 
 def build_token_model(config: Mapping[str, Any], *, vocab_size: int, longest: int) -> TokenBackbone:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import io
 import tempfile
-import time
 from collections.abc import Mapping
 from contextlib import redirect_stderr
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.tuner import Tuner
 from omegaconf import DictConfig
@@ -29,13 +26,9 @@ from longseq.tasks.training.distributed import FullyShardedStrategy
 from longseq.tasks.training.logger import build_loggers
 from longseq.tasks.training.module import TrainedModule
 from longseq.tasks.training.recipe import device_count, effective_learning_rate
-from longseq.tasks.training.schedule import RunLength, count_epoch, epoch_of_loader
 from longseq.tasks.training.system import WholeCheckpoints, write_text
 
 TABLE = "learning_rates.csv"  # the learning-rate curve, in the run folder
-
-# The trial of `plan_updates` times its updates for at most so many seconds, and would end after so many updates.
-_ENOUGH, _TRIAL = 10.0, 1_000_000
 
 
 def build_callbacks(config: DictConfig | Config, module: TrainedModule) -> list[Callback]:
@@ -44,7 +37,7 @@ def build_callbacks(config: DictConfig | Config, module: TrainedModule) -> list[
     A callback that monitors a metric gets its direction from the metric of `module`, which must have it (ValueError).
     """
     config = resolve(config)
-    callbacks: list[Callback] = [StopTogether(), RunClock(), KernelPreparation()]
+    callbacks: list[Callback] = [StopTogether(), RunClock(config["trainer"].get("max_time")), KernelPreparation()]
     if config["recipe"].get("ema") and module.has_gradients:
         callbacks.append(ExponentialMovingAverage(**config["recipe"]["ema"]))
     for name, options in config["callbacks"].items():
@@ -110,64 +103,6 @@ def _build_strategy(config: Config, strategy: Any) -> Any:
     if options.get("timeout") is not None:
         options["timeout"] = timedelta(seconds=options["timeout"])
     return targets.build(options, targets.STRATEGIES, "trainer.strategy")
-
-
-class Stopwatch(Callback):
-    """Measures the seconds of an update and of a validation, and ends the training.
-
-    The updates from 3 to 4, from 5 to 8 and so on are timed until one of these spans takes `enough` seconds. The
-    processes of a run agree on both numbers.
-    """
-
-    def __init__(self, enough: float) -> None:
-        self.enough = enough
-        self.update = self.validation = 0.0
-        self._begun, self._next = 0.0, 2
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        done = trainer.global_step
-        if done == self._next:
-            seconds = self._restart(trainer)
-            self.update, self._next = seconds / (done / 2), 2 * done
-            trainer.should_stop = done > 2 and seconds >= self.enough
-
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._restart(trainer)
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.validation = self._restart(trainer)
-
-    def _restart(self, trainer: Trainer) -> float:
-        """The seconds since the last call, in the first process."""
-        device, begun = trainer.strategy.root_device, self._begun
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        self._begun = time.monotonic()
-        seconds: float = trainer.strategy.broadcast(self._begun - begun)
-        return seconds
-
-
-def plan_updates(config: Mapping[str, Any], module: TrainedModule, datamodule: TaskData) -> tuple[int, Stopwatch]:
-    """The updates that take `recipe.minutes` with their validations, and the seconds of both.
-
-    A trial measures them, mostly in 20 to 40 seconds. It trains `module`, which the run must not use afterwards.
-    """
-    minutes, length = config["recipe"]["minutes"], RunLength.from_recipe(config["recipe"])
-    assert module.recipe is not None
-    every = {"validate_every_epochs": None, "validate_every_tokens": None, "validate_every_updates": _TRIAL}
-    module.recipe = replace(module.recipe, length=replace(length, updates=_TRIAL, **every))  # until the watch ends it
-    watch = Stopwatch(enough=min(_ENOUGH, 1.2 * minutes))
-    with tempfile.TemporaryDirectory() as place:
-        options = {**config["trainer"], "enable_progress_bar": False, "enable_checkpointing": False}
-        quiet = {**config, "trainer": options, "logger": None, "callbacks": {}, "output": place}
-        trainer = build_trainer(quiet, [*build_callbacks(quiet, module), watch])
-        trainer.fit(module, datamodule=datamodule)
-        epoch = count_epoch(trainer, datamodule) or epoch_of_loader(trainer, module.recipe)
-        if watch.validation < _ENOUGH:  # the first one loads libraries
-            trainer.validate(module, datamodule=datamodule, verbose=False)
-    interval = epoch.updates if length.validation is None else length.validation.in_updates(epoch)
-    updates = (60 * minutes - watch.validation) / (watch.update + watch.validation / interval)
-    return max(1, int(updates)), watch
 
 
 def find_learning_rate(

@@ -14,7 +14,6 @@ from omegaconf import DictConfig
 
 from longseq.tasks import registry
 from longseq.tasks.config import UNITS
-from longseq.tasks.training.automatic import MINUTES
 
 # The option of the groups `mixer`, `scale` and `model` that describes the model of `init`.
 INIT = "init"
@@ -37,7 +36,7 @@ def complete(verb: str, words: list[str]) -> list[str]:
 
 def with_length(words: Sequence[str]) -> list[str]:
     """The words, and null for the other units if they state the length of a run (`recipe.updates=100`)."""
-    lengths = [f"recipe.{unit}" for unit in (*UNITS, MINUTES)]
+    lengths = [f"recipe.{unit}" for unit in UNITS]
     given = dict(word.lstrip("+").partition("=")[::2] for word in words)
     states = any(given.get(key, "null") != "null" for key in lengths)
     return [*words, *(f"++{key}=null" for key in lengths if states and key not in given)]

@@ -36,7 +36,6 @@ def changed(config: dict[str, Any], place: str, value: Any) -> dict[str, Any]:
     [
         ("recipe.learning_rate", "1e-3", "recipe.learning_rate=1e-3: input should be a valid number"),
         ("recipe.updates", 3, "recipe.epochs=20 and recipe.updates=3: give only one"),
-        ("recipe.minutes", 3, "recipe.epochs=20 and recipe.minutes=3: give only one"),
         ("recipe.augment.scale", [0, 1], "recipe.augment.scale.0=0: input should be greater than 0"),
         ("data.class_weights", [1, -1], "data.class_weights"),
         ("trainer.accumulate_grad_batches", 3, "does not divide"),

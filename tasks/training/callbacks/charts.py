@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 from torchmetrics.utilities.plot import plot_confusion_matrix
 
@@ -18,7 +17,7 @@ from longseq.kernels.operation import prepare_kernels
 from longseq.kernels.self_test import is_tested
 from longseq.mixers import Mixer, named_readings
 from longseq.tasks.training.distributed import updated
-from longseq.tasks.training.logger import log_metrics
+from longseq.tasks.training.logger import find_board, log_metrics
 
 _log = logging.getLogger(__name__)
 
@@ -140,7 +139,7 @@ class ConfusionMatrix(Callback):
         self.max_classes = max_classes
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        board = find_board(trainer)
+        board = find_board(trainer.loggers)
         if board is None or not trainer.is_global_zero or find_spec("matplotlib") is None:
             return
         from matplotlib.figure import Figure
@@ -154,8 +153,3 @@ class ConfusionMatrix(Callback):
                 axes, few = figure.add_subplot(), len(counts) <= 20
                 plot_confusion_matrix(counts, axes, add_text=few, labels=list(names), cmap="Blues")
                 board.experiment.add_figure(f"{split}/confusion_matrix", figure, trainer.global_step)
-
-
-def find_board(trainer: Trainer) -> TensorBoardLogger | None:
-    """The logger that accepts pictures; None if the run has only other loggers."""
-    return next((logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)), None)

@@ -15,7 +15,6 @@ from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.trainer.states import TrainerFn
 
 from longseq.tasks.data.loader import count_units
-from longseq.tasks.training.callbacks.throughput import Throughput
 from longseq.tasks.training.system import peak_memory, write_text
 
 _log = logging.getLogger(__name__)
@@ -24,8 +23,8 @@ _log = logging.getLogger(__name__)
 class TrainingProgress(RichProgressBar):
     """Shows Lightning's bar in a terminal; elsewhere prints a line at least every `line_seconds`.
 
-    Each epoch and each validation also prints a line: losses and `metric`, rates of training and validation, peak
-    memory and the time left. The bar reads metrics from the device at most once in `refresh_seconds`. `unit` is the
+    Each epoch and each validation also prints a line: losses and `metric`, the rate of training, peak memory and
+    the time left. The bar reads metrics from the device at most once in `refresh_seconds`. `unit` is the
     unit of `count_units`.
     """
 
@@ -95,10 +94,6 @@ class TrainingProgress(RichProgressBar):
         facts += [f"{name} {value:.4f}" for name, value in _read(trainer, *names).items()]
         if seconds > 0:
             facts.append(f"{self._units / seconds:.0f} {self.unit}/s")
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        rate = next((one.evaluation_rate for one in callbacks if isinstance(one, Throughput)), None)
-        if self._has_validated and rate is not None:
-            facts.append(f"val {rate:.0f} {self.unit}/s")
         if (memory := peak_memory(module.device)) is not None:
             facts.append(f"{memory / 2**30:.2f} GiB")
         if last is not None and done > 0 and trainer.global_step < last:

@@ -69,21 +69,14 @@ def stoppable(trainer: Trainer) -> Iterator[None]:
 
 @targets.register("callback")
 class EarlyStopping(early_stopping.EarlyStopping):
-    """Lightning's callback after each validation, which decides nothing before `trainer.min_epochs` and `min_steps`."""
+    """Lightning's callback after each validation; a resumed run that it had ended goes on with the test."""
 
     def __init__(self, monitor: str, **options: Any) -> None:
         super().__init__(monitor, check_on_train_epoch_end=False, **options)  # not every epoch has a validation
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.stopping_reason != Reason.NOT_STOPPED and _reached_minimum(trainer):
-            trainer.should_stop = True  # the run was interrupted before the test
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        stopped = trainer.should_stop
-        super().on_validation_end(trainer, pl_module)
-        if not _reached_minimum(trainer):
-            trainer.should_stop = stopped
-            self.stopping_reason, self.stopping_reason_message, self.stopped_epoch = Reason.NOT_STOPPED, None, 0
+        if self.stopping_reason != Reason.NOT_STOPPED:
+            trainer.should_stop = True
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.stopping_reason_message is not None and trainer.is_global_zero:
@@ -91,11 +84,6 @@ class EarlyStopping(early_stopping.EarlyStopping):
             line = f"early stopping in epoch {self.stopped_epoch + 1}: {reason}"
             _log.info(line)
             print(line, flush=True)
-
-
-def _reached_minimum(trainer: Trainer) -> bool:
-    epochs = trainer.current_epoch + trainer.is_last_batch
-    return epochs >= (trainer.min_epochs or 0) and trainer.global_step >= (trainer.min_steps or 0)
 
 
 class StopTogether(Callback):

@@ -21,7 +21,7 @@ from longseq.tasks.training.system import peak_memory
 
 
 class RunClock(Timer):
-    """Lightning's Timer under a name of its own, so that a run may have another one."""
+    """Lightning's Timer, also for `trainer.max_time`, under a name of its own, so that a run may have another one."""
 
 
 class Throughput(Callback):
@@ -32,9 +32,6 @@ class Throughput(Callback):
     windows also log `throughput/tokens_per_second`. `unit` is the unit of `longseq.tasks.data.loader.count_units`.
     `run` sums up the whole run, including before a resume, without the first window, in which workers and kernels
     start.
-
-    After a validation it logs `throughput/val_UNIT_per_second` and `throughput/memory_gib` (see `peak_memory`), after
-    the test `throughput/test_UNIT_per_second`. `evaluation_rate` is the rate of the last validation or test.
 
     If the module counts operations (`TrainedModule.count_flops`) and the device's peak is known, windows also log
     `throughput/mfu`: the model's operations per second, divided by the peak of the devices in the precision of the run.
@@ -47,9 +44,7 @@ class Throughput(Callback):
         # Sums over batches: batches, units, tokens, seconds, and the seconds in which the device waited.
         self.run: Any = Counter()
         self._window: Any = Counter()
-        self._evaluated: Any = Counter()
         self._is_first = self._measures = True
-        self.evaluation_rate: float | None = None
         self._clock = _FetchClock()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -88,6 +83,8 @@ class Throughput(Callback):
         measured = self.rates(window)
         if trainer.loggers and (utilisation := self._utilisation(trainer, pl_module, batch)) is not None:
             measured["mfu"] = utilisation
+        if (memory := peak_memory(pl_module.device)) is not None:
+            measured["memory_gib"] = memory / 2**30
         found = {f"throughput/{name}": value for name, value in measured.items()}
         log_metrics(trainer.loggers, found, trainer.global_step - 1)
         if not self._is_first:
@@ -101,42 +98,6 @@ class Throughput(Callback):
         tokens = {"tokens_per_second": window["tokens"] / window["seconds"]} if window["tokens"] else {}
         rate = {f"{self.unit}_per_second": window["units"] / window["seconds"]}  # last, since units may be tokens
         return {**tokens, **rate, "data_wait_ms": 1000 * window["waited"] / window["batches"]}
-
-    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._evaluated = Counter()
-
-    on_test_epoch_start = on_validation_epoch_start
-
-    def on_validation_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *args: Any, **kwargs: Any
-    ) -> None:
-        self._evaluated.update(units=count_units(batch), seconds=time.perf_counter() - self._clock.fetch_started)
-
-    on_test_batch_end = on_validation_batch_end
-
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._log_evaluation(trainer, pl_module, "val", trainer.global_step - 1)
-
-    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._log_evaluation(trainer, pl_module, "test", trainer.global_step)
-
-    def _log_evaluation(self, trainer: Trainer, module: LightningModule, stage: str, step: int) -> None:
-        window = self._evaluated
-        if not self._measures:
-            return
-        if module.device.type == "cuda":
-            started = time.perf_counter()
-            torch.cuda.synchronize(module.device)
-            window["seconds"] += time.perf_counter() - started
-        if trainer.world_size > 1:
-            units = torch.tensor(window["units"], device=module.device)
-            window["units"] = int(trainer.strategy.reduce(units, reduce_op="sum"))
-        self.evaluation_rate = window["units"] / window["seconds"] if window["seconds"] else None
-        if self.evaluation_rate is not None:
-            measured = {f"throughput/{stage}_{self.unit}_per_second": self.evaluation_rate}
-            if stage == "val" and (memory := peak_memory(module.device)) is not None:
-                measured["throughput/memory_gib"] = memory / 2**30
-            log_metrics(trainer.loggers, measured, step)
 
     def _utilisation(self, trainer: Trainer, module: Any, batch: Any) -> float | None:
         peak = peak_flops(module.device, str(trainer.precision), torch.get_float32_matmul_precision())
@@ -171,46 +132,35 @@ class _FetchClock(PassThroughProfiler):
     def __init__(self) -> None:
         super().__init__()
         self.device = torch.device("cpu")
-        self.fetch_started = time.perf_counter()
-        self._loading: _Mark | None = None  # the start of the last loading
-        self._loads: list[tuple[_Mark, _Mark]] = []
-        self._batches: list[tuple[_Mark, _Mark]] = []
+        self._loading: Any = None  # the start and the end of the last loading
+        self._loaded: Any = None
+        self._batches: list[tuple[Any, Any, Any]] = []  # these, and the end of the batch
 
     def start(self, action_name: str) -> None:
-        if action_name.endswith(("train_dataloader_next", ".val_next", ".test_next")):
-            self.fetch_started = time.perf_counter()
         if action_name.endswith("train_dataloader_next"):
-            self._loading = _Mark(self.device)
+            self._loading = self._now()
 
     def stop(self, action_name: str) -> None:
-        if action_name.endswith("train_dataloader_next") and self._loading is not None:
-            self._loads.append((self._loading, _Mark(self.device)))
+        if action_name.endswith("train_dataloader_next"):
+            self._loaded = self._now()
 
     def end_batch(self) -> None:
         if self._loading is not None:
-            self._batches.append((self._loading, _Mark(self.device)))
+            self._batches.append((self._loading, self._loaded, self._now()))
 
     def take(self) -> tuple[float, float]:
         """Seconds of loading and training since the last call, and of loading only. The device must be idle."""
-        seconds = sum(start.until(end) for start, end in self._batches)
-        waited = sum(start.until(end) for start, end in self._loads)
-        self._batches.clear()
-        self._loads.clear()
-        return seconds, waited
+        batches, self._batches = self._batches, []
+        return sum(_seconds(start, end) for start, _, end in batches), sum(_seconds(*one[:2]) for one in batches)
+
+    def _now(self) -> Any:
+        """This moment, or on a CUDA device an event at which its stream reaches it."""
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
 
 
-class _Mark:
-    """A moment: of this process, or on a CUDA device when its stream reaches it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._time = time.perf_counter()
-        self._event: torch.cuda.Event | None = None
-        if device.type == "cuda":
-            self._event = torch.cuda.Event(enable_timing=True)
-            self._event.record(torch.cuda.current_stream(device))
-
-    def until(self, other: _Mark) -> float:
-        """Seconds from this moment to `other`."""
-        if self._event is None or other._event is None:
-            return other._time - self._time
-        return self._event.elapsed_time(other._event) / 1000
+def _seconds(start: Any, end: Any) -> float:
+    return end - start if isinstance(start, float) else start.elapsed_time(end) / 1000

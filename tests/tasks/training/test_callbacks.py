@@ -6,12 +6,10 @@ import contextlib
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch import Callback
 from lightning.pytorch.plugins import MixedPrecision
 
 from longseq.tasks import train
-from longseq.tasks.training import targets
 from longseq.tasks.training.callbacks.checkpoint import LastCheckpoint
 from longseq.tasks.training.callbacks.weights import ExponentialMovingAverage, NonFiniteError, NonFiniteStop
 from longseq.tasks.training.trainer import build_trainer
@@ -180,29 +178,3 @@ def test_a_fused_optimizer_clips_too(fused, precision, tiny):
     )
     fit(config, norms := Norms())
     assert norms.found == pytest.approx([1e-3, 1e-3], rel=1e-2)
-
-
-LOSSES = [3.0, 4.0, 4.0, 2.0, 1.0, 1.5, 0.5, 0.4]
-
-
-class Scripted(BoringModel):
-    """Validates to the next of `LOSSES`."""
-
-    def on_validation_epoch_end(self):
-        self.log("val/loss", LOSSES[self.trainer.current_epoch])
-
-
-@pytest.mark.parametrize(("minimum", "epochs"), [({}, 2), ({"min_epochs": 4}, 6), ({"min_steps": 8}, 6)])
-def test_no_validation_before_the_minimum_ends_a_run(minimum, epochs, capsys):
-    node = {"_target_": "EarlyStopping", "monitor": "val/loss", "patience": 1}
-    stopping = targets.build(node, targets.CALLBACKS, "stop")
-    run = Trainer(
-        **minimum, max_epochs=8, limit_train_batches=2, limit_val_batches=1, num_sanity_val_steps=0, accelerator="cpu",
-        callbacks=[stopping], logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False,
-    )  # fmt: skip
-    run.fit(Scripted())
-    assert run.current_epoch == epochs
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if "early stopping" in line]
-    assert f"epoch {epochs}" in line
-    assert "val/loss" in line
