@@ -48,10 +48,10 @@ from longseq.blocks.reading import COLUMNS
 from longseq.blocks.residual import Block, Carried, residual_of
 from longseq.blocks.sharding import full_parameters, gathers_parameters
 from longseq.kernels.packing import Packing
-from longseq.mixers import Mixer, check_revisions
+from longseq.mixers import Mixer
 from longseq.mixers.heads import largest_heads
 from longseq.mixers.pattern import Pattern, spell_pattern
-from longseq.models import PretrainedModel, describe_origin, register_kind
+from longseq.models import PretrainedModel, register_kind
 from longseq.parameters import no_weight_decay
 from longseq.timm_models import rebuild_timm_model, timm_layout
 
@@ -543,8 +543,8 @@ class ImageBackbone(PretrainedModel, nn.Module):
 
     @property
     def _model_args(self) -> dict[str, Any]:
-        """The options with which timm builds the model again, and the version that wrote them."""
-        return {**self.saved_arguments(), "saved_by": describe_origin(self)}
+        """The options with which timm builds the model again."""
+        return self.saved_arguments()
 
     @_model_args.setter
     def _model_args(self, passed: dict[str, Any]) -> None:
@@ -560,8 +560,7 @@ class ImageBackbone(PretrainedModel, nn.Module):
     @classmethod
     def rebuild(cls, config: Mapping[str, Any], changes: Mapping[str, Any]) -> ImageBackbone:
         """Build the model of a config.json through timm, with new weights."""
-        saved = {name: value for name, value in config["model_args"].items() if name != "saved_by"}
-        model = rebuild_timm_model(config, changes, saved)
+        model, saved = rebuild_timm_model(config, changes), config["model_args"]
         padded = saved.get("dynamic_img_pad", False)
         grid = grid_of(saved["img_size"], saved["patch_size"], saved.get("stride"), padded=padded)
         if model.patch_embed.grid_size != grid:
@@ -635,8 +634,7 @@ def create_variant(
 ) -> ImageBackbone:
     """The model of a name in timm's registry; `options` of the caller override `chassis`."""
     options = {**chassis, **options}
-    saved_by = options.pop("saved_by", None)
-    if saved_by is not None and _keeps_stride_of_other_patches(options):
+    if _keeps_stride_of_other_patches(options):
         options["stride"] = None
     device, dtype = options.pop("device", None), options.pop("dtype", None)
     features = {"out_indices": options.pop("out_indices", 3), "feature_cls": "getter"}
@@ -649,6 +647,4 @@ def create_variant(
             feature_cfg=features,
             **options,
         )
-    if saved_by is not None:
-        check_revisions(model, saved_by["revisions"])
     return model if dtype is None else model.to(dtype)

@@ -59,8 +59,6 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
 
     Attributes:
         arguments: the constructor's arguments (see `KeepsArguments`).
-        revision: increases whenever the layer computes another function of its weights. Checkpoints of another revision
-            are refused (see `check_revisions`).
         reverse: set by models: read from the last token to the first. `forward` then takes the state of the tokens
             after `x` and returns the state before them with `x` read; `step` reads the token before that.
         recompute: set by models: the backward pass repeats `scan` instead of saving its activations.
@@ -84,7 +82,6 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
 
     growing_state: bool = False
     piece_multiple: int = 1
-    revision: int = 1
     reverse: bool = False
     recompute: bool = False
     makes_values: bool = False

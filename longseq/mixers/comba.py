@@ -36,7 +36,6 @@ class Comba(GatedDeltaNet):
     paper = "Comba (arXiv:2506.02475), section 3"
     operations = ("short_convolution", "delta_rule")
     fused_features = False
-    revision = 1
     no_weight_decay_names = ("A_log", "dt_bias", "D")
 
     def __init__(

@@ -41,7 +41,6 @@ class GatedDeltaProduct(GatedDeltaNet):
     paper = "DeltaProduct (arXiv:2502.10297), section 3"
     operations = ("short_convolution", "delta_rule")
     fused_features = False
-    revision = 1
 
     def __init__(
         self,

@@ -56,7 +56,6 @@ class DeltaMixer(Mixer[DeltaState]):
     fused_features: ClassVar[bool] = True
     reads_backwards: ClassVar[bool] = True
     reads_pairs: ClassVar[bool] = True
-    revision = 2  # the first had no 1/√K
 
     num_heads: int
     key_dim: int

@@ -82,7 +82,6 @@ class GatedSlotAttention(SlotMixer):
         heads: dict[str, Any] = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "num_slots": num_slots}
         super().__init__(d_model, gate_width=gate_width, value_map="silu", **heads, **options)
         self.gate_temperature = gate_temperature
-        self.revision = 1 if self.feature_map == "silu" else 2  # the first applied φ to v as well
         self.gate = None if data_dependent_gate else ConstantGate(self.num_kv_heads, num_slots)
 
     def write(

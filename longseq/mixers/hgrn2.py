@@ -36,7 +36,6 @@ class HGRN2(GatedMemoryMixer):
     """
 
     paper = "HGRN2 (arXiv:2404.07904), section 3"
-    revision = 2  # the first had no 1/√K
 
     def __init__(
         self,

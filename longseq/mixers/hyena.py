@@ -79,7 +79,6 @@ class Hyena(Mixer[HyenaState]):
     operations = ("short_convolution",)
     reads_backwards = True
     growing_state = True
-    revision = 2  # the first had fast windows first, b from 0 on, sin in place of −sin and t = s
 
     def __init__(
         self,

@@ -48,7 +48,6 @@ class KDA(DeltaMixer):
 
     paper = "Kimi Linear (arXiv:2510.26692), section 3"
     no_weight_decay_names = ("A_log", "dt_bias")
-    revision = 1
 
     def __init__(
         self,

@@ -143,9 +143,3 @@ def missing_options(kind: type[Mixer[Any]]) -> dict[str, Any]:
     """The options of `ADDED` that a mixer's constructor lacks."""
     own = inspect.signature(kind).parameters
     return {name: value for name, value in ADDED.items() if name not in own}
-
-
-def without_parts(kind: type[Mixer[Any]]) -> type[Mixer[Any]]:
-    """The class of a mixer to which `with_parts` added some."""
-    base: type[Mixer[Any]] = kind.__bases__[1] if issubclass(kind, Parts) else kind
-    return base

@@ -58,7 +58,6 @@ class RGLRU(Mixer[RGLRUState]):
     reads_backwards = True
     reads_pairs = True
     no_weight_decay_names = ("decay", "gate_bias")
-    revision = 2  # the first had the exact GELU
 
     def __init__(
         self,
