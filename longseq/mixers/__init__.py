@@ -35,7 +35,7 @@ from longseq.mixers import (  # noqa: F401 - importing a module registers its mi
     vla,
     window_attention,
 )
-from longseq.mixers.base import Mixer
+from longseq.mixers.base import Mixer, ScanOptions
 from longseq.mixers.cards import MixerCard, list_mixers
 from longseq.mixers.contract import LAWS, ContractError, check
 from longseq.mixers.directions import Directions, make_reading, named_readings
@@ -47,6 +47,7 @@ __all__ = [
     "Directions",
     "Mixer",
     "MixerCard",
+    "ScanOptions",
     "check",
     "create",
     "get",

@@ -16,8 +16,8 @@ from longseq.blocks.rotary import check_rotary, count_positions, rotary_angles, 
 from longseq.kernels.dispatch import is_exporting
 from longseq.kernels.packed_attention import packed_attention
 from longseq.kernels.packed_attention.attend import attend, attend_filled
-from longseq.kernels.packing import Packing, pack_like
-from longseq.mixers.base import Device, Mixer, required
+from longseq.kernels.packing import Packing
+from longseq.mixers.base import ALL_TOKENS, Device, Mixer, ScanOptions, required
 from longseq.mixers.heads import check_groups, choose_heads
 from longseq.mixers.registry import register
 
@@ -104,23 +104,16 @@ class SoftmaxAttention(Mixer[KeyValueState | KeyValueCache]):
             self.q_norm, self.k_norm = (RMSNorm(count * self.head_dim, **options) for count in heads)
 
     def scan(
-        self,
-        projected: Tensor,
-        state: KeyValueState | KeyValueCache | None = None,
-        *,
-        cu_seqlens: Tensor | Packing | None = None,
-        mask: Tensor | None = None,
-        output_final_state: bool = True,
+        self, projected: Tensor, state: KeyValueState | KeyValueCache | None = None, options: ScanOptions = ALL_TOKENS
     ) -> tuple[Tensor, KeyValueState | KeyValueCache | None]:
         if state is not None and not self.causal:
             raise ValueError("non-causal attention has no state to continue from; build it with causal=True")
         if isinstance(state, KeyValueCache):
-            options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "mask": mask, "output_final_state": output_final_state}
-            y, last = self.scan(projected, self._listed(state), **options)
+            y, last = self.scan(projected, self._listed(state), options)
             if last is None:
                 return y, None
             return y, self._cached(KeyValueState(*last), state.key.shape[1], state.key.dtype)
-        packing = pack_like(cu_seqlens, projected)
+        packing, mask, _, output_final_state = options
         positions, length = None, None
         if self.causal or self.rotary:  # nothing else reads positions
             start = None if state is None else state.length
@@ -229,11 +222,11 @@ class Attention(SoftmaxAttention):
         return KeyValueState(empty, empty, torch.zeros(batch, dtype=torch.long, device=device))
 
     def scan(
-        self, projected: Tensor, state: KeyValueState | KeyValueCache | None = None, **options: Any
+        self, projected: Tensor, state: KeyValueState | KeyValueCache | None = None, options: ScanOptions = ALL_TOKENS
     ) -> tuple[Tensor, KeyValueState | KeyValueCache | None]:
-        if is_exporting() and isinstance(state, KeyValueCache) and options.get("mask") is None:
+        if is_exporting() and isinstance(state, KeyValueCache) and options.mask is None:
             return self._read_on(projected, state)
-        return super().scan(projected, state, **options)
+        return super().scan(projected, state, options)
 
     def _read_on(self, projected: Tensor, cache: KeyValueCache) -> tuple[Tensor, KeyValueCache]:
         """`scan` in exported graphs: writes into the cache, which fails without room, and reads its filled slots."""

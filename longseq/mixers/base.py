@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
-from typing import Any, ClassVar, Generic, TypeVar, get_args
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, get_args
 
 import torch
 from timm.layers import register_notrace_module
@@ -13,6 +13,7 @@ from typing_extensions import Self
 
 from longseq.arguments import KeepsArguments
 from longseq.blocks.hooks import has_observers, step_by_call
+from longseq.blocks.pairs import repeat_rows
 from longseq.blocks.positions import Layout
 from longseq.blocks.reading import BACKWARD, FORWARD
 from longseq.blocks.recompute import checkpoint_if
@@ -23,6 +24,30 @@ from longseq.kernels.dispatch import backend_of_local, backend_of_step, is_expor
 from longseq.kernels.packing import Packing, pack_like
 from longseq.kernels.reading import Reverse
 from longseq.state import Device, StateT, loadable, map_state
+
+
+class ScanOptions(NamedTuple):
+    """How a scan reads its tokens.
+
+    cu_seqlens: the borders of sequences packed into one row.
+    mask: `[B, T]`, True at real tokens.
+    reverse: True reads from the last token to the first; the given state is then the state after the tokens behind the
+        last one. "second_half" does so for the second half of the batch.
+    output_final_state: False skips the state.
+    """
+
+    cu_seqlens: Packing | None = None
+    mask: Tensor | None = None
+    reverse: Reverse = False
+    output_final_state: bool = True
+
+    @classmethod
+    def of_pair(cls, mask: Tensor | None) -> ScanOptions:
+        """For rows `[2 B, ...]` that two mixers read, the second half backward; `mask` is that of B rows."""
+        return cls(mask=repeat_rows(mask), reverse="second_half", output_final_state=False)
+
+
+ALL_TOKENS = ScanOptions()
 
 
 class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
@@ -47,8 +72,7 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
         learning_rate_scales: parameters that learn at a multiple of the others' rate, and the multiple.
         options_in_turn: options that also take a list, which a model hands out in turn over its layers of this mixer.
         supports_noncausal: the constructor takes `causal=False`, with which one pass sees all tokens.
-        reads_backwards: `scan` takes `reverse`. True reads from the last token to the first; the given state is then
-            the state after the tokens behind the last one. "second_half" does so for the second half of the batch.
+        reads_backwards: `scan` observes `ScanOptions.reverse`. Other mixers are given flipped tokens.
         reads_pairs: the class defines `scan_pair`.
         growing_state: the state keeps all tokens, in their type. False: its size is constant, and its floating-point
             tensors are float32 (float64 for float64 inputs). An instance may override True by False.
@@ -153,41 +177,26 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
         """
         packing = check_rows(x, cu_seqlens, mask)
         check_state_rows(state, x.shape[0] if packing is None else packing.count)
-        y, state = self.read(
-            x if projected else self.project_in(hide_padding(x, mask)),
-            state,
-            reverse=self.reverse if reverse is None else reverse,
-            cu_seqlens=packing,
-            mask=mask,
-            output_final_state=output_final_state,
-        )
+        options = ScanOptions(packing, mask, self.reverse if reverse is None else reverse, output_final_state)
+        y, state = self.read(x if projected else self.project_in(hide_padding(x, mask)), state, options)
         return y if projected else self.project_out(y), state
 
     def read(
-        self,
-        projected: Tensor,
-        state: StateT | None = None,
-        *,
-        reverse: Reverse = False,
-        cu_seqlens: Packing | None = None,
-        mask: Tensor | None = None,
-        output_final_state: bool = True,
+        self, projected: Tensor, state: StateT | None = None, options: ScanOptions = ALL_TOKENS
     ) -> tuple[Tensor, StateT | None]:
         """`scan` in either direction, with activation checkpointing if the model sets `recompute`.
 
-        `reverse=True` reads each sequence from its last token to its first; mixers without `reads_backwards` flip the
-        tokens before and after the scan. `reverse="second_half"` needs `reads_backwards`.
+        Mixers without `reads_backwards` flip the tokens before and after the scan; "second_half" is not for them.
         """
+        packing, mask, reverse, _ = options
         turned = bool(reverse) and not self.reads_backwards
-        options: dict[str, Any] = {"reverse": reverse} if self.reads_backwards else {}
         if turned:
             assert reverse is True
             projected, mask = projected.flip(1), None if mask is None else mask.flip(1)
-            if cu_seqlens is not None:  # the last sequence comes first, and so does its state
-                cu_seqlens, state = cu_seqlens.turned(), map_state(lambda x: x.flip(0), state)
-        packing = cu_seqlens
-        options |= {"cu_seqlens": packing, "mask": mask, "output_final_state": output_final_state}
-        y, last = checkpoint_if(self.recompute and self.recomputable, self.scan, projected, state, **options)
+            if packing is not None:  # the last sequence comes first, and so does its state
+                packing, state = packing.turned(), map_state(lambda x: x.flip(0), state)
+            options = options._replace(cu_seqlens=packing, mask=mask, reverse=False)
+        y, last = checkpoint_if(self.recompute and self.recomputable, self.scan, projected, state, options)
         if turned:
             y, last = y.flip(1), last if packing is None else map_state(lambda x: x.flip(0), last)
         return y, last
@@ -233,13 +242,7 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
         return self.out_proj(y)
 
     def scan(
-        self,
-        projected: Tensor,
-        state: StateT | None = None,
-        *,
-        cu_seqlens: Tensor | Packing | None = None,
-        mask: Tensor | None = None,
-        output_final_state: bool = True,
+        self, projected: Tensor, state: StateT | None = None, options: ScanOptions = ALL_TOKENS
     ) -> tuple[Tensor, StateT | None]:
         """Scan projected tokens `[B, T, P]` along the sequence; returns `[B, T, I]`, and the state if it is wanted."""
         raise NotImplementedError
@@ -262,12 +265,12 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
         """True if a scan must compute its last state: the caller wants it, or a callback watches."""
         return wanted or self.observed is not None
 
-    def call_options(self, keep: bool, cu_seqlens: Tensor | Packing | None, reverse: Reverse = False) -> dict[str, Any]:
-        """The options of an operation over sequences; `keep` asks for the last state."""
+    def call_options(self, options: ScanOptions) -> dict[str, Any]:
+        """The options of an operation over sequences, except for the mask."""
         return {
-            "output_final_state": self.needs_state(keep),
-            "cu_seqlens": cu_seqlens,
-            "reverse": reverse,
+            "output_final_state": self.needs_state(options.output_final_state),
+            "cu_seqlens": options.cu_seqlens,
+            "reverse": options.reverse,
             "backend": self.backend,
         }
 

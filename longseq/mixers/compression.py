@@ -15,9 +15,8 @@ from longseq.blocks.linear import AlignedLinear
 from longseq.blocks.pairs import repeat_rows, stack_pair
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import orthogonal_recurrence, orthogonal_recurrence_step
-from longseq.kernels.packing import Packing, pack_like
 from longseq.kernels.reading import Reverse
-from longseq.mixers.base import Device, Mixer, memory_dtype, required
+from longseq.mixers.base import ALL_TOKENS, Device, Mixer, ScanOptions, memory_dtype, required
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.measures import mean_norm, saturation
 
@@ -102,32 +101,24 @@ class CompressionMixer(Mixer[CompressionState]):
         self.slots.copy_(torch.linalg.qr(random).Q)
 
     def scan(
-        self,
-        projected: Tensor,
-        state: CompressionState | None = None,
-        *,
-        cu_seqlens: Tensor | Packing | None = None,
-        mask: Tensor | None = None,
-        reverse: Reverse = False,
-        output_final_state: bool = True,
+        self, projected: Tensor, state: CompressionState | None = None, options: ScanOptions = ALL_TOKENS
     ) -> tuple[Tensor, CompressionState | None]:
-        packing = pack_like(cu_seqlens, projected)
+        packing, mask = options.cu_seqlens, options.mask
         rows = projected.shape[0] if packing is None else packing.count
         convolution, memory = (None, self._first_memory(rows, projected.dtype)) if state is None else state
         shared, v, gate, rates = self._split(projected)
-        options: dict[str, Any] = {"cu_seqlens": packing, "mask": mask, "reverse": reverse}
-        q, last = self.query_convolution(shared, convolution, output_final_state=output_final_state, **options)
-        k, _ = self.key_convolution(shared, convolution, output_final_state=False, **options)
+        q, last = self.query_convolution(shared, convolution, **options._asdict())
+        k, _ = self.key_convolution(shared, convolution, **options._replace(output_final_state=False)._asdict())
         gamma, g = self._gamma(rates), self._log_decay(rates)
         bounded = [gamma] if self.gamma_activation == "sigmoid" else []
         bounded += [] if g is None else [g.exp()]
         if bounded:
             self.observe("gate_saturation", lambda: torch.stack([saturation(x, mask) for x in bounded]).mean())
-        o, final = self._recur(q, k, v, gamma, g, memory, keep=output_final_state, **options)
+        o, final = self._recur(q, k, v, gamma, g, memory, options)
         if final is not None:
             self._observe_memory(final)
         y = o.flatten(-2) * functional.gelu(gate)
-        return y, CompressionState(required(last), required(final)) if output_final_state else None
+        return y, CompressionState(required(last), required(final)) if options.output_final_state else None
 
     def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         shared, v, gate, rates = self._split(projected)
@@ -135,24 +126,23 @@ class CompressionMixer(Mixer[CompressionState]):
         k = self.key_convolution.convolve_pair(backward.key_convolution, shared, mask)
         gamma, g = repeat_rows(self._gamma(rates)), self._log_decay_pair(backward, rates)
         memory = torch.cat([mixer._first_memory(projected.shape[0], projected.dtype) for mixer in (self, backward)])
-        o, _ = self._recur(q, k, repeat_rows(v), gamma, g, memory, mask=repeat_rows(mask), reverse="second_half")
+        o, _ = self._recur(q, k, repeat_rows(v), gamma, g, memory, ScanOptions.of_pair(mask))
         return o.unflatten(0, (2, -1)).sum(0).flatten(-2) * functional.gelu(gate)
 
     def _recur(
-        self, q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, g: Tensor | None, memory: Tensor, *,
-        cu_seqlens: Tensor | Packing | None = None, mask: Tensor | None, reverse: Reverse, keep: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        self, q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, g: Tensor | None, memory: Tensor, options: ScanOptions
+    ) -> tuple[Tensor, Tensor | None]:
         """The memory read at the queries, `[B, T, H, D]`, and the last memory."""
-        order = None
+        mask, order = options.mask, None
         if mask is not None:
             gamma, g = gamma * mask.unsqueeze(-1), None if g is None else g * mask.unsqueeze(-1)
             if self.chunk_size > 1:  # chunks hold the tokens that they would hold without padding
-                order = padding_last(mask, reverse)
+                order = padding_last(mask, options.reverse)
                 q, k, v, gamma = (torch.take_along_dim(x, order, 1) for x in (q, k, v, gamma))
                 g = None if g is None else torch.take_along_dim(g, order, 1)
         q, k, v = self._to_heads(q), self._to_keys(k), self._to_heads(v)
-        options = {**self._rule(gamma), **self.call_options(keep, cu_seqlens, reverse), "chunk_size": self.chunk_size}
-        o, final = orthogonal_recurrence(q, k, v, gamma, g=g, initial_state=memory, **options)
+        call = {**self._rule(gamma), **self.call_options(options), "chunk_size": self.chunk_size}
+        o, final = orthogonal_recurrence(q, k, v, gamma, g=g, initial_state=memory, **call)
         if order is not None:
             o = torch.take_along_dim(o, order.argsort(1).unsqueeze(-1), 1)
         return o, final

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from longseq.kernels.packing import Packing
-from longseq.mixers.base import Mixer
+from longseq.mixers.base import Mixer, ScanOptions
 from longseq.mixers.measures import mean_norm
 from longseq.mixers.registry import create
 from longseq.parameters import no_weight_decay
@@ -554,17 +554,18 @@ def reading_backwards_is_reading_turned_tokens(mixer: Mixer[Any]) -> None:
     """With `reads_backwards`: `reverse` reads as if the tokens were flipped, "second_half" half of the rows."""
     if not mixer.reads_backwards:
         return
-    scan: Callable[..., tuple[Tensor, Any]] = mixer.read
+    scan = mixer.read
     real = _pad()
     projected = mixer.project_in(draw(mixer, len(real))).detach().requires_grad_()
     state = _as_leaves(mixer(draw(mixer, len(real), 4))[1])
     leaves = _leaves(mixer, projected, state)
     for mask, padding in ((None, ""), (real, " with padding")):
         with nullcontext() if mask is None else _may_refuse():
-            ahead, ahead_last = scan(projected, state, mask=mask)
-            turned, turned_last = scan(projected.flip(1), state, mask=None if mask is None else mask.flip(1))
-            back, back_last = scan(projected, state, mask=mask, reverse=True)
-            halves, halves_last = scan(projected, state, mask=mask, reverse="second_half")
+            ahead, ahead_last = scan(projected, state, ScanOptions(None, mask))
+            flipped = None if mask is None else mask.flip(1)
+            turned, turned_last = scan(projected.flip(1), state, ScanOptions(None, flipped))
+            back, back_last = scan(projected, state, ScanOptions(None, mask, True))
+            halves, halves_last = scan(projected, state, ScanOptions(None, mask, "second_half"))
         own = torch.ones_like(real) if mask is None else mask
         message, wanted = f"all rows backwards{padding}", turned.flip(1)[own]
         assert_same_results((back[own], back_last), (wanted, turned_last), message)
@@ -585,15 +586,15 @@ def packed_sequences_are_read_backwards(mixer: Mixer[Any]) -> None:
     """With `reads_backwards`: `reverse` reads each of several packed sequences as if it were flipped."""
     if not mixer.reads_backwards:
         return
-    scan: Callable[..., tuple[Tensor, Any]] = mixer.read
+    scan = mixer.read
     packing = Packing(torch.tensor([0, 0, 5, 5, 6, TOKENS]))
     last_first = torch.arange(packing.count).flip(0)
     projected = mixer.project_in(draw(mixer, 1)).detach().requires_grad_()
     for state in (None, _as_leaves(mixer(draw(mixer, packing.count, 4))[1])):
         before = None if state is None else select_state(state, last_first)
         with _may_refuse():
-            y, last = scan(projected, state, cu_seqlens=packing, reverse=True)
-            expected, expected_last = scan(projected.flip(1), before, cu_seqlens=packing.turned())
+            y, last = scan(projected, state, ScanOptions(packing, reverse=True))
+            expected, expected_last = scan(projected.flip(1), before, ScanOptions(packing.turned()))
         wanted = expected.flip(1), select_state(expected_last, last_first)
         assert_same_results((y, last), wanted, "packed sequences backwards")
         leaves = _leaves(mixer, projected, state)
@@ -618,11 +619,11 @@ def a_pair_is_the_sum_of_its_scans(mixer: Mixer[Any]) -> None:
     for mask, padding in ((None, ""), (real, " with padding")):
         own = torch.ones_like(real) if mask is None else mask
         with nullcontext() if mask is None else _may_refuse():
-            ahead, _ = mixer.read(projected, mask=mask)
+            ahead, _ = mixer.read(projected, None, ScanOptions(None, mask))
         for backward, partner in ((other, "another mixer"), (mixer, "itself")):
             with nullcontext() if mask is None else _may_refuse():
                 pair = mixer.scan_pair(backward, projected, mask)
-                back, _ = backward.read(projected, reverse=True, mask=mask)
+                back, _ = backward.read(projected, None, ScanOptions(None, mask, True))
             wanted, message = (ahead + back)[own], f"a pair with {partner}{padding}"
             assert_same(pair[own], wanted, message)
             if backward is other:  # whose gradients are not in one sum with the first one's

@@ -12,8 +12,9 @@ from torch.nn import functional
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import delta_rule, delta_rule_step
 from longseq.kernels.head_features.features import unit_torch
-from longseq.kernels.packing import Packing, pack_like
+from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse, halves
+from longseq.mixers.base import ScanOptions
 from longseq.mixers.gated_deltanet import GatedDeltaNet
 from longseq.mixers.heads import repeat_groups
 from longseq.mixers.measures import mean_norm
@@ -88,22 +89,22 @@ class GatedDeltaProduct(GatedDeltaNet):
         return q, k, v, at_least_float32(logits).sigmoid().unflatten(-1, (self.steps, -1))
 
     def _recur(
-        self, call: dict[str, Any], g: Tensor | None, memory: Tensor | None,
-        cu_seqlens: Tensor | Packing | None, mask: Tensor | None, reverse: Reverse, keep: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        self, call: dict[str, Any], g: Tensor | None, memory: Tensor | None, options: ScanOptions
+    ) -> tuple[Tensor, Tensor | None]:
+        packing, mask, reverse, _ = options
         self._observe_write(call, g, mask)
         q, k, v, beta = call.values()
         assert g is not None
-        packing = pack_like(cu_seqlens, q)
         if packing is not None:
-            packing = packing.once(f"{self.steps} steps", partial(_multiply, packing, self.steps))
+            more = packing.once(f"{self.steps} steps", partial(_multiply, packing, self.steps))
+            options = options._replace(cu_seqlens=more)
         if mask is not None:
             beta, g = beta * mask[..., None, None], g * mask.unsqueeze(-1)
         q, g = _with_zeros(q, self.steps, last=True), _with_zeros(g, self.steps, last=False)
         # Within a token, the steps are always read from the first to the last.
         q, k, v, beta, g = (_turn_steps(x, reverse).flatten(1, 2) for x in (q, k, v, beta, g))
-        options = self.call_options(keep, packing, reverse)
-        o, memory = delta_rule(q, k, v, beta, g=g, scale=self.key_dim**-0.5, initial_state=memory, **options)
+        call = {"g": g, "scale": self.key_dim**-0.5, "initial_state": memory, **self.call_options(options)}
+        o, memory = delta_rule(q, k, v, beta, **call)
         self.observe("state_norm", lambda: mean_norm(memory))
         return _turn_steps(o.unflatten(1, (-1, self.steps)), reverse)[:, :, -1], memory
 

@@ -16,9 +16,8 @@ from longseq.blocks.pairs import repeat_rows
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import delta_rule, delta_rule_step, head_features
 from longseq.kernels.head_features import check_features
-from longseq.kernels.packing import Packing
-from longseq.kernels.reading import Reverse, halves
-from longseq.mixers.base import Device, Mixer, memory_dtype, required
+from longseq.kernels.reading import halves
+from longseq.mixers.base import ALL_TOKENS, Device, Mixer, ScanOptions, memory_dtype, required
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.measures import mean_norm, saturation, token_mean
 from longseq.mixers.registry import register
@@ -77,31 +76,23 @@ class DeltaMixer(Mixer[DeltaState]):
         return super().project_in(x) if self.in_proj is None else project_padded(self.in_proj, x)
 
     def scan(
-        self,
-        projected: Tensor,
-        state: DeltaState | None = None,
-        *,
-        cu_seqlens: Tensor | Packing | None = None,
-        mask: Tensor | None = None,
-        reverse: Reverse = False,
-        output_final_state: bool = True,
+        self, projected: Tensor, state: DeltaState | None = None, options: ScanOptions = ALL_TOKENS
     ) -> tuple[Tensor, DeltaState | None]:
         convolution, memory = (None, None) if state is None else state
         mixed, rate, gate = self._split(projected)
-        options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "mask": mask, "reverse": reverse}
-        options["output_final_state"] = output_final_state
+        reading = options._asdict()
         if self.fused_features and self.convolution is not None and is_replaceable(self.convolution, ShortConvolution):
-            features, convolution = self.convolution.features(mixed, convolution, **options, **self._options)
+            features, convolution = self.convolution.features(mixed, convolution, **reading, **self._options)
             features = self._share(features, self._split_logits(mixed)[1])
         else:
             inputs, logits = self._split_logits(mixed)
             if self.convolution is not None:
-                inputs, convolution = self.convolution(inputs, convolution, **options)
+                inputs, convolution = self.convolution(inputs, convolution, **reading)
             features = self._features(inputs, logits)
         g = self._log_decay(rate, self.local_backend)
-        call = self._write(features, rate, g)
-        o, memory = self._recur(call, g, memory, cu_seqlens, mask, reverse, output_final_state)
-        return self._read_out(o, gate), DeltaState(convolution, required(memory)) if output_final_state else None
+        o, memory = self._recur(self._write(features, rate, g), g, memory, options)
+        last = DeltaState(convolution, required(memory)) if options.output_final_state else None
+        return self._read_out(o, gate), last
 
     def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         mixed, rate, gate = self._split(projected)
@@ -116,20 +107,20 @@ class DeltaMixer(Mixer[DeltaState]):
             both = zip(self._features(ahead, logits), backward._features(behind, logits), strict=True)
             features = tuple(map(torch.cat, both))
         g = self._log_decay_pair(backward, rate)
-        o, _ = self._recur(self._write(features, rate, g), g, None, None, repeat_rows(mask), "second_half")
+        o, _ = self._recur(self._write(features, rate, g), g, None, ScanOptions.of_pair(mask))
         return self._read_out_pair(backward, o, gate)
 
     def _recur(
-        self, call: dict[str, Any], g: Tensor | None, memory: Tensor | None,
-        cu_seqlens: Tensor | Packing | None, mask: Tensor | None, reverse: Reverse, keep: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        self, call: dict[str, Any], g: Tensor | None, memory: Tensor | None, options: ScanOptions
+    ) -> tuple[Tensor, Tensor | None]:
         """Run the recurrence over the arguments of `_write`; returns the outputs `[B, T, H, V]` and the last memory."""
+        mask = options.mask
         self._observe_write(call, g, mask)
         if mask is not None:
             erased = "beta" if "beta" in call else "write_key"
             call[erased], g = _hide(call[erased], mask), None if g is None else _hide(g, mask)
-        options = self.call_options(keep, cu_seqlens, reverse)
-        o, memory = delta_rule(**call, g=g, scale=self.key_dim**-0.5, initial_state=memory, **options)
+        call |= self.call_options(options)
+        o, memory = delta_rule(**call, g=g, scale=self.key_dim**-0.5, initial_state=memory)
         self.observe("state_norm", lambda: mean_norm(memory))
         return o, memory
 

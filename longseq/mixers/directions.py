@@ -24,7 +24,7 @@ from longseq.blocks.reading import (
 from longseq.blocks.traces import whole_in_traces
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
-from longseq.mixers.base import Mixer, add_readings, check_rows, hide_padding
+from longseq.mixers.base import Mixer, ScanOptions, add_readings, check_rows, hide_padding
 from longseq.mixers.registry import create, get
 
 SHARING = ("projections", "all", "none")
@@ -133,15 +133,14 @@ class Directions(nn.Module):
         projected = first.project_in(x)
         # Operations read half of a batch backward, but packed sequences in one direction.
         in_pairs = packing is None and first.reads_pairs and are_pairs(self.orders) and self._is_plain()
-        is_watched = any(mixer.observed is not None for mixer in readers)  # one call has one report for both mixers
-        if in_pairs and not is_watched:
+        # A callback that watches wants a report of each mixer, and one call has one for both.
+        if in_pairs and all(mixer.observed is None for mixer in readers):
             readings = self._read_pairs(projected, layout, mask)
         elif packing is None and self.share == "all" and not (self.makes_values or self.reads_values):
             readings = self._read_stacked(projected, layout, mask)
         else:
-            read = _read_twice if in_pairs and is_watched else partial(_read, packing=packing)
             pairs = zip(readers, self._inputs(projected), self.orders, strict=True)
-            readings = [read(mixer, own, order, layout, mask=mask) for mixer, own, order in pairs]
+            readings = [_read(mixer, own, order, layout, mask, packing) for mixer, own, order in pairs]
         return first.project_out(self._merge(readings)), None
 
     def read_order(
@@ -161,14 +160,8 @@ class Directions(nn.Module):
         """
         mixer = self.readers[index]
         projecting = mixer if self.share == "none" else self.readers[0]
-        y, state = _scan(
-            mixer,
-            projecting.project_in(self._inputs(x)[index]),
-            state,
-            reverse=self.orders[index] in REVERSED,
-            cu_seqlens=cu_seqlens,
-            output_final_state=output_final_state,
-        )
+        options = ScanOptions(cu_seqlens, None, self.orders[index] in REVERSED, output_final_state)
+        y, state = _scan(mixer, projecting.project_in(self._inputs(x)[index]), options, state)
         return (mixer.project_out(y) if self.share == "none" else y), state
 
     def join(self, readings: list[Tensor]) -> Tensor:
@@ -207,7 +200,7 @@ class Directions(nn.Module):
             orders, reverse = orders[::2] * 2, "second_half"
         stacked = torch.cat([reorder(projected, order, layout) for order in orders])
         masks = None if mask is None else torch.cat([reorder(mask, order, layout) for order in orders])
-        y, _ = _scan(mixer, stacked, reverse=reverse, mask=masks, output_final_state=False)
+        y, _ = _scan(mixer, stacked, ScanOptions(None, masks, reverse, output_final_state=False))
         readings = _unstack(y, len(orders))
         return [restore(reading, order, layout) for reading, order in zip(readings, orders, strict=True)]
 
@@ -311,29 +304,12 @@ def _read(
     along, reverse = REVERSED.get(order, order), order in REVERSED
     mask = None if mask is None else reorder(mask, along, layout)
     projected = reorder(projected, along, layout)
-    y, _ = _scan(mixer, projected, reverse=reverse, cu_seqlens=packing, mask=mask, output_final_state=False)
+    y, _ = _scan(mixer, projected, ScanOptions(packing, mask, reverse, output_final_state=False))
     return restore(y, along, layout)
 
 
-def _read_twice(mixer: AnyMixer, projected: Tensor, order: str, layout: Layout | None, mask: Tensor | None) -> Tensor:
-    """`_read` with the kernels that read the second half of a batch from the end: each row also stands there, turned.
-
-    A model that reads pairs has compiled these kernels, and not those that read a batch in one direction.
-    """
-    along, is_reversed = REVERSED.get(order, order), order in REVERSED
-
-    def twice(x: Tensor) -> Tensor:
-        x = reorder(x, along, layout)
-        return torch.cat((x.flip(1), x) if is_reversed else (x, x.flip(1)))
-
-    masks = None if mask is None else twice(mask)
-    y, _ = _scan(mixer, twice(projected), reverse="second_half", mask=masks, output_final_state=False)
-    y = y[: projected.shape[0]]
-    return restore(y.flip(1) if is_reversed else y, along, layout)
-
-
-def _scan(mixer: AnyMixer, projected: Tensor, state: Any = None, **options: Any) -> tuple[Tensor, Any]:
+def _scan(mixer: AnyMixer, projected: Tensor, options: ScanOptions, state: Any = None) -> tuple[Tensor, Any]:
     """`Mixer.read`; a mixer with hooks is called, because hooks run in calls only."""
     if is_hooked(mixer):
-        return mixer(projected, state, projected=True, **options)
-    return mixer.read(projected, state, **options)
+        return mixer(projected, state, projected=True, **options._asdict())
+    return mixer.read(projected, state, options)

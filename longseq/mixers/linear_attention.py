@@ -12,9 +12,7 @@ from typing_extensions import Self
 from longseq.blocks.pairs import repeat_rows
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import linear_attention, linear_attention_step, map_features
-from longseq.kernels.packing import Packing
-from longseq.kernels.reading import Reverse
-from longseq.mixers.base import Mixer, memory_dtype, required
+from longseq.mixers.base import ALL_TOKENS, Device, Mixer, ScanOptions, memory_dtype, required
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.measures import mean_norm
 from longseq.mixers.registry import register
@@ -63,24 +61,16 @@ class LinearAttention(Mixer[LinearAttentionState]):
         self.out_proj = nn.Linear(d_model, d_model, bias=False)
 
     def scan(
-        self,
-        projected: Tensor,
-        state: LinearAttentionState | None = None,
-        *,
-        cu_seqlens: Tensor | Packing | None = None,
-        mask: Tensor | None = None,
-        reverse: Reverse = False,
-        output_final_state: bool = True,
+        self, projected: Tensor, state: LinearAttentionState | None = None, options: ScanOptions = ALL_TOKENS
     ) -> tuple[Tensor, LinearAttentionState | None]:
         q, k, v = self._features(projected)
-        if mask is not None:
-            k = k * mask[..., None, None]
+        if options.mask is not None:
+            k = k * options.mask[..., None, None]
         memory = None if state is None else state.memory
-        options = self.call_options(output_final_state, cu_seqlens, reverse)
-        o, memory = linear_attention(q, k, v, initial_state=memory, **options)
+        o, memory = linear_attention(q, k, v, initial_state=memory, **self.call_options(options))
         self.observe("state_norm", lambda: mean_norm(memory))
         y = self._normalise(o).flatten(-2).to(projected.dtype)
-        return y, LinearAttentionState(required(memory)) if output_final_state else None
+        return y, LinearAttentionState(required(memory)) if options.output_final_state else None
 
     def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         q, k, v = self._features(projected)
@@ -95,7 +85,7 @@ class LinearAttention(Mixer[LinearAttentionState]):
         return self._normalise(o).flatten(-2).to(projected.dtype), LinearAttentionState(memory)
 
     def initial_state(
-        self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+        self, batch: int, device: Device = None, dtype: torch.dtype | None = None
     ) -> LinearAttentionState:
         shape = (batch, self.num_heads, self.key_dim, self.head_dim + int(self.normalizer))
         return LinearAttentionState(torch.zeros(shape, device=device, dtype=memory_dtype(dtype)))

@@ -12,12 +12,11 @@ from typing_extensions import Self
 from longseq.blocks.convolution import ShortConvolution
 from longseq.blocks.linear import AlignedLinear
 from longseq.blocks.norm import RMSNorm
-from longseq.blocks.pairs import repeat_rows, stack_pair
+from longseq.blocks.pairs import stack_pair
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import silu_product
-from longseq.kernels.packing import Packing
-from longseq.kernels.reading import Reverse, halves
-from longseq.mixers.base import Device, memory_dtype, required
+from longseq.kernels.reading import halves
+from longseq.mixers.base import ALL_TOKENS, Device, ScanOptions, memory_dtype, required
 from longseq.mixers.gated_linear import GatedLinearMixer, recurrence_flops
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.registry import register
@@ -92,34 +91,23 @@ class Mamba2(GatedLinearMixer[Mamba2State]):
         self.D.fill_(1.0)
 
     def scan(
-        self,
-        projected: Tensor,
-        state: Mamba2State | None = None,
-        *,
-        cu_seqlens: Tensor | Packing | None = None,
-        mask: Tensor | None = None,
-        reverse: Reverse = False,
-        output_final_state: bool = True,
+        self, projected: Tensor, state: Mamba2State | None = None, options: ScanOptions = ALL_TOKENS
     ) -> tuple[Tensor, Mamba2State | None]:
         convolution, memory = (None, None) if state is None else state
         z, mixed, rate = self._split(projected)
-        mixed, convolution = self.convolution(
-            mixed, convolution, cu_seqlens=cu_seqlens, mask=mask, reverse=reverse, output_final_state=output_final_state
-        )
+        mixed, convolution = self.convolution(mixed, convolution, **options._asdict())
         x, key, query = self._heads(mixed)
         v, g = self._discretise(x, rate, self.A_log, self.dt_bias)
-        y, memory = self.recur(query, key, v, g, memory, cu_seqlens, mask, reverse=reverse, keep=output_final_state)
-        y = self._read_out(y, x, z)
-        return y, Mamba2State(required(convolution), required(memory)) if output_final_state else None
+        y, memory = self.recur(query, key, v, g, memory, options)
+        last = Mamba2State(required(convolution), required(memory)) if options.output_final_state else None
+        return self._read_out(y, x, z), last
 
     def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         z, mixed, rate = self._split(projected)
         x, key, query = self._heads(self.convolution.convolve_pair(backward.convolution, mixed, mask))
         A_log, dt_bias = stack_pair(self.A_log, backward.A_log), stack_pair(self.dt_bias, backward.dt_bias)
         v, g = self._discretise(x.unflatten(0, (2, -1)), rate, A_log[:, None, None], dt_bias[:, None, None])
-        y, _ = self.recur(
-            query, key, v.flatten(0, 1), g.flatten(0, 1), None, None, repeat_rows(mask), reverse="second_half"
-        )
+        y, _ = self.recur(query, key, v.flatten(0, 1), g.flatten(0, 1), None, ScanOptions.of_pair(mask))
         (ahead, behind), (x, x_behind) = halves(y), halves(x)
         return self._read_out(ahead, x, z) + backward._read_out(behind, x_behind, z)
 

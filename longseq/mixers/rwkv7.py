@@ -15,9 +15,8 @@ from longseq.blocks.pairs import repeat_rows
 from longseq.blocks.precision import at_least_float32
 from longseq.blocks.token_shift import previous_tokens, previous_tokens_pair
 from longseq.kernels import delta_rule, delta_rule_step
-from longseq.kernels.packing import Packing, pack_like
-from longseq.kernels.reading import Reverse, halves
-from longseq.mixers.base import Device, Mixer, add_readings, memory_dtype, required
+from longseq.kernels.reading import halves
+from longseq.mixers.base import ALL_TOKENS, Device, Mixer, ScanOptions, add_readings, memory_dtype, required
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.measures import mean_norm, saturation, token_mean
 from longseq.mixers.registry import register
@@ -181,34 +180,26 @@ class RWKV7(Mixer[RWKV7State]):
         return torch.cat((super().project_out(y), values), dim=-1)
 
     def scan(
-        self,
-        projected: Tensor,
-        state: RWKV7State | None = None,
-        *,
-        cu_seqlens: Tensor | Packing | None = None,
-        mask: Tensor | None = None,
-        reverse: Reverse = False,
-        output_final_state: bool = True,
+        self, projected: Tensor, state: RWKV7State | None = None, options: ScanOptions = ALL_TOKENS
     ) -> tuple[Tensor, RWKV7State | None]:
         shift, memory = (None, None) if state is None else state
         x, *first = projected.split(self.d_model, dim=-1)
-        packing = pack_like(cu_seqlens, x)
-        options = {**self.call_options(output_final_state, packing, reverse), "mask": mask}
-        previous, latest = previous_tokens(x, shift, **options)
+        mask = options.mask
+        previous, latest = previous_tokens(x, shift, **self.call_options(options), mask=mask)
         inputs = self._project(x, previous, *first)
         self.observe("gate_saturation", lambda: saturation(inputs.g / LOWEST, mask))
         self.observe("key_write_norm", lambda: token_mean((inputs.read * inputs.erase).sum(-1), mask))
-        o, memory = self._recur(inputs, memory, packing, mask, reverse, output_final_state)
-        self.observe("state_norm", lambda: mean_norm(required(memory)))
-        last = RWKV7State(required(latest), required(memory)) if output_final_state else None
+        o, memory = self._recur(inputs, memory, options)
+        self.observe("state_norm", lambda: mean_norm(memory))
+        last = RWKV7State(required(latest), required(memory)) if options.output_final_state else None
         return self._read_out(o, inputs), last
 
     def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         x, *firsts = projected.split(self.d_model, dim=-1)
+        options = ScanOptions.of_pair(mask)
         if backward is self:  # one projection for the rows of both directions
             rows = [torch.cat((x, first), dim=-1) for first in firsts]
-            both = torch.cat(rows) if rows else repeat_rows(x)
-            y, _ = self.scan(both, mask=repeat_rows(mask), reverse="second_half", output_final_state=False)
+            y, _ = self.scan(torch.cat(rows) if rows else repeat_rows(x), None, options)
             return add_readings(halves(y), self.d_model)
         previous = halves(previous_tokens_pair(x, mask=mask, backend=self.backend))
         pair = (self, backward)
@@ -217,7 +208,7 @@ class RWKV7(Mixer[RWKV7State]):
             for mixer, own, first in zip(pair, previous, firsts or (None, None), strict=True)
         ]
         inputs = _Inputs(*map(torch.cat, zip(*tokens, strict=True)))
-        o, _ = self._recur(inputs, None, None, repeat_rows(mask), "second_half")
+        o, _ = self._recur(inputs, None, options)
         readings = [mixer._read_out(own, each) for mixer, own, each in zip(pair, halves(o), tokens, strict=True)]
         return add_readings(readings, self.d_model)
 
@@ -261,16 +252,13 @@ class RWKV7(Mixer[RWKV7State]):
         gate = (for_gate @ self.gate_down).sigmoid() @ self.gate_up
         return _Inputs(r, read.to(r.dtype), v, (strength * read).to(r.dtype), write.to(r.dtype), g, gate)
 
-    def _recur(
-        self, inputs: _Inputs, memory: Tensor | None, packing: Packing | None, mask: Tensor | None, reverse: Reverse,
-        keep: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    def _recur(self, inputs: _Inputs, memory: Tensor | None, options: ScanOptions) -> tuple[Tensor, Tensor | None]:
         r, read, v, erase, write, g, _ = inputs
-        if mask is not None:
-            erase, write, g = (part * mask[..., None, None] for part in (erase, write, g))
+        if options.mask is not None:
+            erase, write, g = (part * options.mask[..., None, None] for part in (erase, write, g))
         return delta_rule(
             r, read, v, write_key=erase, value_key=write, g=g, read_before_decay=True, initial_state=memory,
-            **self.call_options(keep, packing, reverse),
+            **self.call_options(options),
         )  # fmt: skip
 
     def _read_out(self, o: Tensor, inputs: _Inputs) -> Tensor:
