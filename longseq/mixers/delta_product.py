@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from longseq.arguments import takes_also
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import delta_rule, delta_rule_step
 from longseq.kernels.head_features.features import unit_torch
@@ -43,40 +44,10 @@ class GatedDeltaProduct(GatedDeltaNet):
     operations = ("short_convolution", "delta_rule")
     fused_features = False
 
-    def __init__(
-        self,
-        d_model: int,
-        *,
-        steps: int = 2,
-        num_heads: int | None = None,
-        head_dim: int | None = None,
-        num_value_heads: int | None = None,
-        expand_k: float = 0.75,
-        expand_v: float = 2.0,
-        convolution_width: int = 4,
-        output_gate: bool = True,
-        negative_eigenvalues: bool = True,
-        dt_min: float = 0.001,
-        dt_max: float = 0.1,
-        norm_eps: float = 1e-5,
-        backend: str = "auto",
-    ) -> None:
+    @takes_also(GatedDeltaNet, without=("feature_map", "key_norm"))
+    def __init__(self, d_model: int, *, steps: int = 2, negative_eigenvalues: bool = True, **options: Any) -> None:
         self.steps = steps
-        super().__init__(
-            d_model,
-            num_heads=num_heads,
-            head_dim=head_dim,
-            num_value_heads=num_value_heads,
-            expand_k=expand_k,
-            expand_v=expand_v,
-            convolution_width=convolution_width,
-            output_gate=output_gate,
-            negative_eigenvalues=negative_eigenvalues,
-            dt_min=dt_min,
-            dt_max=dt_max,
-            norm_eps=norm_eps,
-            backend=backend,
-        )
+        super().__init__(d_model, negative_eigenvalues=negative_eigenvalues, **options)
 
     def _features(self, inputs: Tensor, logits: Tensor) -> tuple[Tensor, ...]:
         """q `[..., H, K]`, and k, v and β of each step `[..., steps, H, ...]`."""
