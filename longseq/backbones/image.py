@@ -32,7 +32,7 @@ from longseq.backbones.stack import build_blocks, mixer_options_of
 from longseq.backbones.variants import UNNAMED, default_cfgs
 from longseq.blocks.hooks import has_observers
 from longseq.blocks.initialisation import save_rng_state
-from longseq.blocks.norm import ResidualLayerNorm, ResidualRMSNorm, add_and_norm
+from longseq.blocks.norm import ResidualLayerNorm, ResidualRMSNorm
 from longseq.blocks.patches import PatchDropout, PatchEmbed, grid_of
 from longseq.blocks.positions import (
     Layout,
@@ -97,11 +97,10 @@ class ImageBlock(Block[Any]):
         self.ls2 = nn.Identity() if init_values is None or mlp is None else LayerScale(width, init_values)
 
     def add_branches(self, x: Tensor, branch: Tensor, packing: Packing | None = None) -> Tensor:
-        branch = self._drop(self.ls1(self.proj_drop(branch)), packing)
-        if self.mlp is None or self.norm2 is None:
-            return x + branch
-        x, y = add_and_norm(self.norm2, x, branch)
-        return x + self._drop(self.ls2(self.mlp(y)), packing)
+        return super().add_branches(x, self.ls1(self.proj_drop(branch)), packing)
+
+    def add_mlp(self, x: Tensor, branch: Tensor, packing: Packing | None = None) -> Tensor:
+        return super().add_mlp(x, self.ls2(branch), packing)
 
     def forward(  # type: ignore[override]
         self,
@@ -115,14 +114,12 @@ class ImageBlock(Block[Any]):
 
         Args:
             layout: the positions of the patches, for directions that read columns.
-            token_first: in `x`, `mask` and the result, the prefix tokens come before the patches; inside the block, and
-                in values, they are at their index.
+            token_first: in `x` and the result, the prefix tokens come before the patches; inside the block, in the mask
+                and in values, they are at their index.
             mask: `[B, T]`, True at real tokens. Outputs of the others are undefined.
         """
         if layout is None or not token_first:
             return super().forward(x, layout=layout, mask=mask, output_final_state=False)[0]
-        if mask is not None:
-            mask = move_prefix_back(mask.unsqueeze(-1), layout).squeeze(-1)
         x = _change_residual(move_prefix_back, x, layout)
         y, _ = super().forward(x, layout=layout, mask=mask, output_final_state=False)
         return _change_residual(move_prefix_first, y, layout)
@@ -393,8 +390,6 @@ class ImageBackbone(PretrainedModel, nn.Module):
         options: dict[str, Any] = {} if mask is None else {"mask": mask}
         # Hooks and symbolic traces see the class token first, as in timm's models. Other runs avoid the two copies.
         if self.class_token == "middle" and (isinstance(residual_of(x), torch.fx.Proxy) or has_observers(block)):
-            if mask is not None:
-                options = {"mask": move_prefix_first(mask.unsqueeze(-1), layout).squeeze(-1)}
             x = run(_change_residual(move_prefix_first, x, layout), layout, token_first=True, **options)
             return _change_residual(move_prefix_back, x, layout)
         return run(x, layout, **options)

@@ -115,8 +115,7 @@ class CompressionMixer(Mixer[CompressionState]):
         if bounded:
             self.observe("gate_saturation", lambda: torch.stack([saturation(x, mask) for x in bounded]).mean())
         o, final = self._recur(q, k, v, gamma, g, memory, options)
-        if final is not None:
-            self._observe_memory(final)
+        self.observe("state_norm", lambda: mean_norm(final))
         y = o.flatten(-2) * functional.gelu(gate)
         return y, CompressionState(required(last), required(final)) if options.output_final_state else None
 
@@ -194,6 +193,3 @@ class CompressionMixer(Mixer[CompressionState]):
     def _rule(self, gamma: Tensor) -> dict[str, Any]:
         """The options of the operation; tensors among them have the shape of `gamma [..., H]`."""
         return self.recurrence
-
-    def _observe_memory(self, memory: Tensor) -> None:
-        self.observe("state_norm", lambda: mean_norm(memory))

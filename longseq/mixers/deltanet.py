@@ -19,7 +19,7 @@ from longseq.kernels.head_features import check_features
 from longseq.kernels.reading import halves
 from longseq.mixers.base import ALL_TOKENS, Device, Mixer, ScanOptions, memory_dtype, required
 from longseq.mixers.heads import choose_heads
-from longseq.mixers.measures import mean_norm, saturation, token_mean
+from longseq.mixers.measures import mean_norm, saturation
 from longseq.mixers.registry import register
 
 
@@ -185,20 +185,14 @@ class DeltaMixer(Mixer[DeltaState]):
         return {"q": q, "k": k, "v": v, "beta": 2 * beta if self.negative_eigenvalues else beta}
 
     def _observe_write(self, call: dict[str, Any], g: Tensor | None, mask: Tensor | None) -> None:
-        k: Tensor = call["k"]
         beta: Any = call.get("beta")
 
         def gate_saturation() -> Tensor:
             gates = [beta / (2 if self.negative_eigenvalues else 1), *([] if g is None else [g.exp()])]
             return torch.stack([saturation(x, mask) for x in gates]).mean()
 
-        def key_write_norm() -> Tensor:
-            norm = (at_least_float32(k) * call.get("write_key", k)).sum(-1)
-            return token_mean(norm if beta is None else beta * norm, mask)
-
         if beta is not None:
             self.observe("gate_saturation", gate_saturation)
-        self.observe("key_write_norm", key_write_norm)
 
     def _log_decay(self, rate: Any, backend: str) -> Tensor | None:
         """g `[..., H]` or `[..., H, K]`; None without a decay."""

@@ -16,7 +16,6 @@ from longseq.blocks.reading import (
     BACKWARD,
     COLUMNS,
     REVERSED,
-    are_pairs,
     reading_orders,
     reorder,
     restore,
@@ -59,7 +58,7 @@ class Directions(nn.Module):
 
     Args:
         build: makes one mixer (see `longseq.mixers.Mixer`).
-        orders: the names of orders that `reading_orders` returns.
+        orders: the names of orders that `reading_orders` returns, each followed by its reverse.
         share: one of `SHARING`.
         merge: "sum" or "mean" of the readings.
     """
@@ -132,7 +131,7 @@ class Directions(nn.Module):
             ), None
         projected = first.project_in(x)
         # Operations read half of a batch backward, but packed sequences in one direction.
-        in_pairs = packing is None and first.reads_pairs and are_pairs(self.orders) and self._is_plain()
+        in_pairs = packing is None and first.reads_pairs and self._is_plain()
         # A callback that watches wants a report of each mixer, and one call has one for both.
         if in_pairs and all(mixer.observed is None for mixer in readers):
             readings = self._read_pairs(projected, layout, mask)
@@ -196,7 +195,7 @@ class Directions(nn.Module):
         """Read all orders in one batch; a mixer that `reads_backwards` reads the second half from the end."""
         mixer, orders = self.readers[0], self.orders
         reverse: Reverse = False
-        if mixer.reads_backwards and are_pairs(orders):
+        if mixer.reads_backwards:
             orders, reverse = orders[::2] * 2, "second_half"
         stacked = torch.cat([reorder(projected, order, layout) for order in orders])
         masks = None if mask is None else torch.cat([reorder(mask, order, layout) for order in orders])

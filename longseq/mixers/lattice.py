@@ -86,10 +86,6 @@ class Lattice(CompressionMixer):
         threshold = gamma.new_full(gamma.shape, self.sparsity) if self.sparsity > 0 else None
         return {**self.recurrence, "threshold": threshold}
 
-    def _observe_memory(self, memory: Tensor) -> None:
-        super()._observe_memory(memory)
-        self.observe("slot_norm_drift", lambda: (memory.norm(dim=-2) - 1).abs().max())
-
     def scan_flops(self, tokens: int) -> int:
         entries = self.d_model * self.num_slots
         operations = FLOPS_PER_ENTRY[self.recurrence["objective"]] + FLOPS_PER_SPARSE_ENTRY * (self.sparsity > 0)

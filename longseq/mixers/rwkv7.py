@@ -18,7 +18,7 @@ from longseq.kernels import delta_rule, delta_rule_step
 from longseq.kernels.reading import halves
 from longseq.mixers.base import ALL_TOKENS, Device, Mixer, ScanOptions, add_readings, memory_dtype, required
 from longseq.mixers.heads import choose_heads
-from longseq.mixers.measures import mean_norm, saturation, token_mean
+from longseq.mixers.measures import mean_norm, saturation
 from longseq.mixers.registry import register
 
 LOWEST = -math.exp(-0.5)  # log decay
@@ -188,7 +188,6 @@ class RWKV7(Mixer[RWKV7State]):
         previous, latest = previous_tokens(x, shift, **self.call_options(options), mask=mask)
         inputs = self._project(x, previous, *first)
         self.observe("gate_saturation", lambda: saturation(inputs.g / LOWEST, mask))
-        self.observe("key_write_norm", lambda: token_mean((inputs.read * inputs.erase).sum(-1), mask))
         o, memory = self._recur(inputs, memory, options)
         self.observe("state_norm", lambda: mean_norm(memory))
         last = RWKV7State(required(latest), required(memory)) if options.output_final_state else None

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from longseq import mixers
 from longseq.blocks.positions import TOKEN_PLACES, Layout, layout_of
 from longseq.blocks.reading import BACKWARD, reading_orders, reorder
-from longseq.mixers import Directions, directions
+from longseq.mixers import Directions
 from longseq.mixers.directions import SHARING
 from longseq.parameters import count_parameters
 
@@ -58,7 +58,7 @@ def test_shared_projections_equal_separate_mixers_with_tied_projections(mixer):
 def gradients_of(layer, x, layout, mask, monkeypatch=None):
     """Output and gradients of a layer; it reads one order at a time if `monkeypatch` is given."""
     if monkeypatch is not None:
-        monkeypatch.setattr(directions, "are_pairs", lambda orders: False)
+        monkeypatch.setattr(Directions, "_is_plain", lambda self: False)
     x = x.clone().requires_grad_()
     y, _ = layer(x, layout=layout, mask=mask)
     real = torch.ones(y.shape[:2], dtype=torch.bool) if mask is None else mask
