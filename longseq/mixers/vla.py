@@ -164,15 +164,8 @@ class VLA(Mixer[VLAState]):
     @property
     def _options(self) -> dict[str, Any]:
         """The options of the operation, for sequences and for one token."""
-        return {
-            "lambda0": self.lambda0,
-            "refresh_period": self.refresh_period,
-            "refresh": self.refresh,
-            "eps": self.eps,
-            "normalize_key": self.normalize_key,
-            "normalize_alpha": self.normalize_alpha,
-            "normalizer": self.normalizer,
-        }
+        names = ("lambda0", "refresh_period", "refresh", "eps", "normalize_key", "normalize_alpha", "normalizer")
+        return {name: getattr(self, name) for name in names}
 
     def _features(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """φ(q), φ(k), v and u of the projected tokens, `[..., H, K]`."""
