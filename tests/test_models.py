@@ -156,9 +156,8 @@ def test_config_holds_every_argument(tmp_path: Path) -> None:
         assert set(options) == set(mixers.options(name)) - {"backend", *TokenBackbone.decided_options, *added}
         assert {key for key, value in options.items() if value is None} <= free.get(name, set())
     arguments = models.describe(ImageBackbone(**TINY))["model_args"]
-    # None is no LayerScale, and heads of at most 64 channels.
-    assert {name for name, value in arguments.items() if value is None} == {"init_values", "pool_num_heads"}
-    assert arguments["stride"] == [8, 8]
+    # None is no LayerScale, patches without overlap, and heads of at most 64 channels.
+    assert {name for name, value in arguments.items() if value is None} == {"init_values", "stride", "pool_num_heads"}
     assert models.describe(TokenBackbone(vocab_size=12, d_model=16))["model_args"]["mlp_ratio"] == 4.0
 
 

@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from timm.layers import AttentionPoolLatent, LayerScale, Mlp, lecun_normal_, to_2tuple, trunc_normal_
+from timm.layers import AttentionPoolLatent, LayerScale, Mlp, lecun_normal_, trunc_normal_
 from timm.models import build_model_with_cfg, checkpoint
 from timm.models._features import feature_take_indices
 from timm.models.vision_transformer import global_pool_nlc
@@ -273,8 +273,9 @@ class ImageBackbone(PretrainedModel, nn.Module):
         self.head_drop = nn.Dropout(drop_rate)
         self.head = nn.Linear(embed_dim, num_classes) if num_classes > 0 else nn.Identity()
         self.depth_scaled_init = depth_scaled_init
+        overlapping = self.patch_embed.stride != self.patch_embed.patch_size
         self.resolve_arguments(
-            stride=self.patch_embed.stride,
+            stride=self.patch_embed.stride if overlapping else None,  # which other patch sizes change, too
             mixer=self.mixer_name,
             mixer_options=mixer_options_of(mixer, mixer_options, self.blocks, without=self.decided_options),
         )
@@ -532,7 +533,7 @@ class ImageBackbone(PretrainedModel, nn.Module):
         for feature in self.feature_info:
             feature["reduction"] = self.patch_embed.feat_ratio()
         embed = self.patch_embed
-        self.resolve_arguments(img_size=embed.img_size, patch_size=embed.patch_size, stride=embed.stride)
+        self.resolve_arguments(img_size=embed.img_size, patch_size=embed.patch_size)
         # timm reads the current size from here to configure data.
         self._traits = {**self._traits, "img_size": embed.img_size}
 
@@ -615,22 +616,11 @@ def _init_linear(module: nn.Linear) -> None:
         nn.init.zeros_(module.bias)
 
 
-def _keeps_stride_of_other_patches(options: Mapping[str, Any]) -> bool:
-    """Whether the stride of a saved model without overlap was kept for another patch size."""
-    stated = options.get("pretrained_model_args") or {}
-    if "patch_size" not in stated or stated.get("stride") is None:
-        return False
-    patch, stride = to_2tuple(stated["patch_size"]), to_2tuple(stated["stride"])
-    return patch == stride == to_2tuple(options["stride"]) and patch != to_2tuple(options["patch_size"])
-
-
 def create_variant(
     variant: str, pretrained: bool, chassis: Mapping[str, Any], options: Mapping[str, Any]
 ) -> ImageBackbone:
     """The model of a name in timm's registry; `options` of the caller override `chassis`."""
     options = {**chassis, **options}
-    if _keeps_stride_of_other_patches(options):
-        options["stride"] = None
     device, dtype = options.pop("device", None), options.pop("dtype", None)
     features = {"out_indices": options.pop("out_indices", 3), "feature_cls": "getter"}
     with nullcontext() if device is None else torch.device(device):

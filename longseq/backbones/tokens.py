@@ -276,7 +276,6 @@ class TokenBackbone(PretrainedModel, nn.Module):
         output_final_state = output_final_state and self.direction == "forward"
         if state is not None:
             self._check_forward("a state")
-            self._check_layers(state)
         layers, position = (None, None) if state is None else state
         packing, places = pack_like(cu_seqlens, tokens), None
         if self.positions is not None:
@@ -285,9 +284,9 @@ class TokenBackbone(PretrainedModel, nn.Module):
         x = self.embed(tokens, places, added)
         states = []
         options: dict[str, Any] = {"cu_seqlens": packing, "mask": mask, "output_final_state": output_final_state}
-        for index, block in enumerate(self.blocks):
+        for block, layer in zip(self.blocks, layers or len(self.blocks) * (None,), strict=True):
             run = partial(checkpoint, block) if self.grad_checkpointing and self.training else block
-            x, layer = run(x, None if layers is None else layers[index], **options)
+            x, layer = run(x, layer, **options)
             if layer is not None and max_length is not None:
                 layer = block.change_mixer_state(layer, partial(block.mixer.preallocate, max_length=max_length))
             states.append(layer)
@@ -320,7 +319,6 @@ class TokenBackbone(PretrainedModel, nn.Module):
     def step(self, token: Tensor, state: TokenState) -> tuple[Tensor, TokenState]:
         """Read one more token `[B]`: logits `[B, vocab_size]` and the next state. The model must read forward."""
         self._check_forward("step")
-        self._check_layers(state)
         position = state.position
         check_state_rows(position, token.shape[0])
         x = self.embed(token, position)
@@ -434,11 +432,6 @@ class TokenBackbone(PretrainedModel, nn.Module):
     def _check_forward(self, what: str) -> None:
         if self.direction != "forward":
             raise ValueError(f"direction={self.direction!r}: {what} needs a model with direction='forward'")
-
-    def _check_layers(self, state: TokenState) -> None:
-        """Raise ValueError for the state of a model with another number of blocks."""
-        if len(state.layers) != len(self.blocks):
-            raise ValueError(f"the state has {len(state.layers)} layers and the model {len(self.blocks)}")
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute each block in the backward pass instead of keeping its activations."""

@@ -420,7 +420,10 @@ def slots(
 ) -> Tensor:
     """The layer of GSA; `write` computes the decays and write strengths of slots, `[T, H, M]`, from logits."""
     H, M = o.get("num_heads", 4), o.get("num_slots", 64)
-    mixed, logits = cut(project(p, "in_proj", x), 3 * D_MODEL, H * M)
+    if o.get("data_dependent_gate", True):
+        mixed, logits = cut(project(p, "in_proj", x), 3 * D_MODEL, H * M)
+    else:
+        mixed, logits = project(p, "in_proj", x), p["gate.logits"].flatten().repeat(TOKENS, 1)
     kept, taken = write(logits.unflatten(-1, (H, M)))
     q, k, v = heads(H, *mixed.chunk(3, -1))
     q, k = (MAPS[o.get("feature_map", "silu")](part) for part in (q, k))
@@ -542,7 +545,7 @@ CASES: dict[Layer, list[Options]] = {
     gdn2: [{}, {"num_heads": 2, "expand_v": 2.0}, {"gate_bound": -5.0, "negative_eigenvalues": True}],
     gla: [{}, {"num_heads": 2, "expand_k": 1.0, "expand_v": 2.0}, {"gate_rank": 3, "gate_temperature": 1.0},
           {"norm_eps": 1.0}, {"feature_map": "relu", "output_gate": False}],
-    gsa: [{}, *SLOTS, {"num_slots": 3, "gate_temperature": 2.0}],
+    gsa: [{}, *SLOTS, {"num_slots": 3, "data_dependent_gate": False}, {"num_slots": 3, "gate_temperature": 2.0}],
     hgrn2: [{}, {"num_heads": 2, "lower_bound": 0.3}, {"norm_eps": 1.0}],
     kda: [{}, {"num_heads": 2, "expand_k": 0.5, "expand_v": 2.0}, {"gate_bound": -5.0, "output_gate": "full"},
           {"negative_eigenvalues": True, "convolution_width": 0}],

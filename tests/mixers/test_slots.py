@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -44,8 +45,9 @@ def test_extreme_logits_are_safe() -> None:
         assert projected.grad.isfinite().all()
 
 
-def test_a_pair_sums_its_scans() -> None:
-    forward, backward = (make("abc", renormalize=False) for _ in range(2))
+@pytest.mark.parametrize(("name", "option"), [("gsa", {"data_dependent_gate": False}), ("abc", {"renormalize": False})])
+def test_a_pair_sums_its_scans(name: str, option: dict[str, Any]) -> None:
+    forward, backward = (make(name, **option) for _ in range(2))
     with torch.no_grad():
         for parameter in backward.parameters():
             parameter.add_(torch.randn_like(parameter))
