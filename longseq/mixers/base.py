@@ -7,7 +7,6 @@ from functools import reduce
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, get_args
 
 import torch
-from timm.layers import register_notrace_module
 from torch import Tensor, nn
 from typing_extensions import Self
 
@@ -329,11 +328,6 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
         for name in ("in_proj", "out_proj"):
             self._modules.pop(name, None)  # a None among the submodules is not what all tools for models expect
             setattr(self, name, None)
-
-
-# torch.fx must not trace into mixers: operations choose their backend by properties that its tensors do not have.
-# (Not a decorator: timm declares that it returns nn.Module, which would hide the class from type checkers.)
-register_notrace_module(Mixer)
 
 
 def check_rows(x: Tensor, cu_seqlens: Tensor | Packing | None, mask: Tensor | None) -> Packing | None:

@@ -679,15 +679,7 @@ def flops_are_those_of_the_steps(mixer: Mixer[Any]) -> None:
 class _Count(TorchDispatchMode):
     """Counts operations: of matrix products as torch does, of others one for each number."""
 
-    # Operations that move, make or compare numbers.
-    MOVES = frozenset(
-        (
-            *("_local_scalar_dense", "_to_copy", "_unsafe_view", "arange", "cat", "clone", "constant_pad_nd", "copy_"),
-            *("empty", "empty_like", "empty_strided", "eq", "fill_", "flip", "full", "full_like", "gather", "ge", "gt"),
-            *("index", "index_put_", "index_select", "le", "lt", "ne", "new_empty", "new_full", "new_zeros", "ones"),
-            *("ones_like", "scatter", "select_scatter", "slice_scatter", "stack", "where", "zeros", "zeros_like"),
-        )
-    )
+    MOVES = frozenset(("_to_copy", "cat", "clone", "constant_pad_nd", "copy_", "gather", "scatter", "where"))
 
     def __init__(self) -> None:
         super().__init__()

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
-from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
 from longseq.blocks.hooks import is_hooked, is_plain
@@ -223,10 +222,6 @@ class Directions(nn.Module):
 
     def extra_repr(self) -> str:
         return f"orders={self.orders}, share={self.share!r}, merge={self.merge!r}"
-
-
-# torch.fx must not trace into readings (see `longseq.mixers.base`).
-register_notrace_module(Directions)
 
 
 def check_sharing(share: str, merge: str) -> None:
