@@ -40,7 +40,7 @@ import torch
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor, distributed, nn
 
-from longseq.arguments import KeepsArguments
+from longseq.arguments import KeepsArguments, check_choice
 from longseq.blocks.sharding import gather, is_sharded, unsharded_class
 from longseq.hub import CARD_FILE, CONFIG_FILE, HUB, INDEX_FILE, WEIGHTS_FILE, find_source, read_weights, upload
 from longseq.mixers import Mixer
@@ -307,8 +307,7 @@ def from_pretrained(
 
 def read(source: str | Path, weights: str = "auto", label: str | None = None) -> SavedModel:
     """Read a folder of `save_pretrained` or a training checkpoint; `label` names it in messages. Raises ValueError."""
-    if weights not in WEIGHTS:
-        raise ValueError(f"weights={weights} is not one of {', '.join(WEIGHTS)}")
+    check_choice("weights", weights, WEIGHTS)
     path, label = Path(source), label or str(source)
     if not path.is_dir():
         return _read_checkpoint(path, weights, label)

@@ -27,6 +27,7 @@ from timm.models._features import feature_take_indices
 from timm.models.vision_transformer import global_pool_nlc
 from torch import Tensor, nn
 
+from longseq.arguments import check_choice
 from longseq.backbones.image_weights import checkpoint_filter_fn
 from longseq.backbones.stack import build_blocks, mixer_options_of
 from longseq.backbones.variants import UNNAMED, default_cfgs
@@ -431,8 +432,7 @@ class ImageBackbone(PretrainedModel, nn.Module):
                 and image_features.
             attn_mask: see `forward_features`.
         """
-        if output_fmt not in ("NCHW", "NLC"):
-            raise ValueError(f"output_fmt={output_fmt!r} is not one of NCHW, NLC")
+        check_choice("output_fmt", output_fmt, ("NCHW", "NLC"))
         taken, last = feature_take_indices(len(self.blocks), indices)
         x, layout = self._embed(x)
         mask = self._sequence_mask(attn_mask, x, layout)
@@ -599,8 +599,7 @@ class ImageBackbone(PretrainedModel, nn.Module):
         )
 
     def _check_pool(self, pool: str) -> str:
-        if pool not in POOLS:
-            raise ValueError(f"global_pool={pool!r} is not one of {', '.join(map(repr, POOLS))}")
+        check_choice("global_pool", pool, POOLS)
         if pool == "token" and self.class_token == "none":
             raise ValueError("global_pool='token' needs a class token")
         return pool

@@ -18,6 +18,7 @@ from timm.layers import Mlp, trunc_normal_
 from timm.models import checkpoint
 from torch import Tensor, nn
 
+from longseq.arguments import check_choice
 from longseq.backbones.generation import Continuation, Sampling, TokenSampler
 from longseq.backbones.stack import build_blocks, mixer_options_of
 from longseq.backbones.vocabulary_loss import SummedLoss, sum_scored, summed_loss, token_losses
@@ -142,9 +143,8 @@ class TokenBackbone(PretrainedModel, nn.Module):
     ) -> None:
         super().__init__()
         restore_rng_state = save_rng_state()
-        for name, value, known in (("direction", direction, DIRECTIONS), ("positions", positions, POSITIONS)):
-            if value not in known:
-                raise ValueError(f"{name}={value!r} is not one of {', '.join(known)}")
+        check_choice("direction", direction, DIRECTIONS)
+        check_choice("positions", positions, POSITIONS)
         if mlp in ("rwkv", "rwkv7") and direction != "forward":
             raise ValueError(f"mlp={mlp!r} reads the token before, which direction={direction!r} does not have")
         self.mixer_name = spell_pattern(mixer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from longseq.arguments import check_choice
 from longseq.blocks.positions import Layout, split_prefix
 
 DIRECTIONS = ("forward", "bidirectional", "cross", "alternating")
@@ -22,8 +23,7 @@ def reading_orders(direction: str, layer: int = 0) -> tuple[str, ...]:
     of an image both ways; alternating reads forward in even layers and backward in odd ones. ValueError for other
     directions.
     """
-    if direction not in DIRECTIONS:
-        raise ValueError(f"direction={direction!r} is not one of {', '.join(DIRECTIONS)}")
+    check_choice("direction", direction, DIRECTIONS)
     return {
         "forward": (FORWARD,),
         "bidirectional": (FORWARD, BACKWARD),

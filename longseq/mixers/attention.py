@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from longseq.arguments import check_choice
 from longseq.blocks.norm import RMSNorm
 from longseq.blocks.packing import front_places, scatter_tokens, unpack_rows
 from longseq.blocks.rotary import check_rotary, count_positions, rotary_angles, rotate_pairs
@@ -86,8 +87,7 @@ class SoftmaxAttention(Mixer[KeyValueState | KeyValueCache]):
         width = d_model if num_heads is None or head_dim is None else num_heads * head_dim
         self.num_heads, self.head_dim = choose_heads(width, num_heads, head_dim, preferred=64)
         self.num_kv_heads = check_groups(self.num_heads, num_kv_heads)
-        if qk_norm not in QK_NORMS:
-            raise ValueError(f"qk_norm={qk_norm!r} is not one of {', '.join(QK_NORMS)}")
+        check_choice("qk_norm", qk_norm, QK_NORMS)
         check_rotary(rotary_scaling)
         self.causal = causal
         self.rotary = rotary

@@ -22,7 +22,7 @@ from longseq.kernels.checks import check_mask
 from longseq.kernels.dispatch import backend_of_local, backend_of_step, is_exporting
 from longseq.kernels.packing import Packing, pack_like
 from longseq.kernels.reading import Reverse
-from longseq.state import Device, StateT, loadable, map_state
+from longseq.state import Device, StateT, loadable, map_state, state_tensors
 
 
 class ScanOptions(NamedTuple):
@@ -341,12 +341,9 @@ def check_rows(x: Tensor, cu_seqlens: Tensor | Packing | None, mask: Tensor | No
 
 def check_state_rows(state: Any, rows: int) -> None:
     """Raise ValueError if the tensors of a state do not have `rows` rows."""
-    if isinstance(state, Tensor):
-        if not is_exporting() and state.dim() and state.shape[0] != rows:
-            raise ValueError(f"the state is one of {state.shape[0]} sequences, and {rows} are read")
-    elif isinstance(state, tuple | list):
-        for part in state:
-            check_state_rows(part, rows)
+    for _, part in [] if is_exporting() else state_tensors(state):
+        if part.dim() and part.shape[0] != rows:
+            raise ValueError(f"the state is one of {part.shape[0]} sequences, and {rows} are read")
 
 
 def hide_padding(x: Tensor, mask: Tensor | None) -> Tensor:

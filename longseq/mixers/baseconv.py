@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from longseq.arguments import check_choice
 from longseq.blocks.convolution import ShortConvolution
 from longseq.blocks.linear import UpcastLinear
 from longseq.blocks.packing import pack_rows, rows_of, unpack_rows
@@ -88,8 +89,7 @@ class BaseConv(Mixer[BaseConvState | ShortBaseConvState]):
         backend: str = "auto",
     ) -> None:
         super().__init__(d_model, backend=backend)
-        if filter not in FILTERS:
-            raise ValueError(f"filter={filter!r} is not one of {', '.join(FILTERS)}")
+        check_choice("filter", filter, FILTERS)
         if filter != "short" and backend not in ("auto", "torch"):
             raise ValueError(f"filter={filter!r} has no backend {backend!r}")
         self.max_length = max_length

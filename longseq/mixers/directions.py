@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from longseq.arguments import check_choice
 from longseq.blocks.hooks import is_hooked, is_plain
 from longseq.blocks.positions import Layout
 from longseq.blocks.reading import (
@@ -66,7 +67,8 @@ class Directions(nn.Module):
         self, build: Callable[[], AnyMixer], orders: tuple[str, ...], *, share: str = "projections", merge: str = "sum"
     ) -> None:
         super().__init__()
-        check_sharing(share, merge)
+        check_choice("share_directions", share, SHARING)
+        check_choice("merge", merge, MERGES)
         self.orders = orders
         self.share = share
         self.merge = merge
@@ -224,14 +226,6 @@ class Directions(nn.Module):
         return f"orders={self.orders}, share={self.share!r}, merge={self.merge!r}"
 
 
-def check_sharing(share: str, merge: str) -> None:
-    """Raise ValueError unless `share` is in `SHARING` and `merge` in `MERGES`."""
-    if share not in SHARING:
-        raise ValueError(f"share_directions={share!r} is not one of {', '.join(SHARING)}")
-    if merge not in MERGES:
-        raise ValueError(f"merge={merge!r} is not one of {', '.join(MERGES)}")
-
-
 def make_reading(
     mixer: str,
     d_model: int,
@@ -257,7 +251,8 @@ def make_reading(
     Raises:
         ValueError: an option has an unknown value, or sets `causal`.
     """
-    check_sharing(share, merge)
+    check_choice("share_directions", share, SHARING)
+    check_choice("merge", merge, MERGES)
     orders = reading_orders(direction, layer)
     chosen = dict(options)
     if "causal" in chosen:

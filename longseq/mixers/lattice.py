@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from longseq.arguments import takes_also
+from longseq.arguments import check_choice, takes_also
 from longseq.kernels import map_features
 from longseq.mixers.compression import CompressionMixer
 from longseq.mixers.registry import register
@@ -72,8 +72,7 @@ class Lattice(CompressionMixer):
         sparsity: float = 0.0,
         **options: Any,
     ) -> None:
-        if objective not in FLOPS_PER_ENTRY:
-            raise ValueError(f"objective {objective!r} is not one of {', '.join(FLOPS_PER_ENTRY)}")
+        check_choice("objective", objective, FLOPS_PER_ENTRY)
         super().__init__(d_model, recurrence={"objective": objective, "normalize": normalize}, **options)
         self.normalize_key = normalize_key
         self.sparsity = sparsity

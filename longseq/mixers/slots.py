@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import Self
 
+from longseq.arguments import check_choice
 from longseq.blocks.norm import RMSNorm
 from longseq.blocks.pairs import repeat_rows
 from longseq.blocks.precision import at_least_float32
@@ -57,8 +58,7 @@ class SlotMixer(Mixer[SlotState]):
         backend: str = "auto",
     ) -> None:
         super().__init__(d_model, backend=backend)
-        if activation not in ACTIVATIONS:
-            raise ValueError(f"activation {activation!r} is not one of {', '.join(ACTIVATIONS)}")
+        check_choice("activation", activation, ACTIVATIONS)
         width = d_model if head_dim is None else num_heads * head_dim
         self.num_heads, self.head_dim = choose_heads(width, num_heads, head_dim, preferred=1)
         self.num_kv_heads = check_groups(self.num_heads, num_kv_heads)
