@@ -13,7 +13,7 @@ from torch.nn import functional
 from longseq.arguments import check_choice
 from longseq.blocks.norm import RMSNorm
 from longseq.blocks.packing import front_places, scatter_tokens, unpack_rows
-from longseq.blocks.rotary import check_rotary, count_positions, rotary_angles, rotate_pairs
+from longseq.blocks.rotary import check_rotary, count_positions, rotate_pairs, shared_angles
 from longseq.kernels.dispatch import is_exporting
 from longseq.kernels.packed_attention import packed_attention
 from longseq.kernels.packed_attention.attend import attend, attend_filled
@@ -178,12 +178,7 @@ class SoftmaxAttention(Mixer[KeyValueState | KeyValueCache]):
             q = required(self.q_norm)(q.flatten(-2)).unflatten(-1, (self.num_heads, -1))
             k = required(self.k_norm)(k.flatten(-2)).unflatten(-1, (self.num_kv_heads, -1))
         if self.rotary:
-            places, base, scaling = required(positions), self.rotary_base, self.rotary_scaling
-            if packing is None:
-                angles = rotary_angles(q, places, base, scaling)
-            else:  # positions in each sequence, the same in all layers
-                key = ("rotary", self.head_dim, base, *scaling.items(), q.dtype)
-                angles = packing.once(key, lambda: rotary_angles(q, places, base, scaling))
+            angles = shared_angles(q, required(positions), self.rotary_base, self.rotary_scaling, packing)
             q, k = (rotate_pairs(x, *angles) for x in (q, k))
         return q, k, v
 

@@ -341,17 +341,6 @@ def _in_training(mixer: Mixer[Any], *inputs: Tensor) -> list[Tensor]:
 
 
 @_law
-def outputs_do_not_depend_on_the_wish_for_a_state(mixer: Mixer[Any]) -> None:
-    """`output_final_state=False` returns the same outputs, with the same gradients, and no state."""
-    x = draw(mixer, 2).requires_grad_()
-    for state in (None, _as_leaves(mixer(draw(mixer, 2, 4))[1])):
-        (expected, _), (y, none) = mixer(x, state), mixer(x, state, output_final_state=False)
-        assert_same(y, expected, "with output_final_state=False")
-        _require(none is None, f"with output_final_state=False the state is {type(none).__name__}, not None")
-        assert_same_gradients(_leaves(mixer, x, state), [y], [expected], "with output_final_state=False")
-
-
-@_law
 def rows_are_separate(mixer: Mixer[Any]) -> None:
     """Each row of a batch gives the outputs and the state that it gives by itself, also in steps.
 
@@ -375,22 +364,22 @@ def rows_are_separate(mixer: Mixer[Any]) -> None:
 
 @_law
 def training_reads_as_evaluation_does(mixer: Mixer[Any]) -> None:
-    """Without dropout, training mode gives the outputs and gradients of evaluation.
+    """Without dropout, training mode gives the outputs and gradients of evaluation, also without the final state.
 
-    Layers that draw other random numbers in training mode are exempt.
+    Layers that draw other random numbers in training mode stay in evaluation mode.
     """
     for module in mixer.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
         elif isinstance(module, DropPath):
             module.drop_prob = 0.0
-    if _draws_in_training(mixer):
-        return
+    trains = not _draws_in_training(mixer)
     real = _pad()[:3]
     x, state = draw(mixer, len(real)).requires_grad_(), _as_leaves(mixer(draw(mixer, len(real), 4))[1])
     calls: list[tuple[str, Tensor, dict[str, Any]]] = [
         ("", x[:2], {}),
-        (" from a given state", x, {"state": state, "output_final_state": True}),
+        (" from a given state", x, {"state": state}),
+        (" with the final state", x, {"state": state, "output_final_state": True}),
         (" with packed sequences", x[:1], {"cu_seqlens": torch.tensor([0, 5, 6, TOKENS])}),
         (" with padding", x, {"mask": real}),
         (" backwards", x[:2], {"reverse": True}),
@@ -399,13 +388,14 @@ def training_reads_as_evaluation_does(mixer: Mixer[Any]) -> None:
         if _refuses(mixer.eval(), read, **options):
             continue  # another law reports it
         expected, expected_state = mixer(read, **options)
-        y, last = mixer.train()(read, **{"output_final_state": False, **options})
+        y, last = mixer.train(trains)(read, **{"output_final_state": False, **options})
         own = options.get("mask", torch.ones(y.shape[:2], dtype=torch.bool))
         message = f"in training mode{place}"
         assert_same(y[own], expected[own], message)
-        if last is not None:
-            assert_same_state(last, expected_state, message)
-        wanted = _numbers(expected[own], None if last is None else expected_state)
+        expected_state = expected_state if "output_final_state" in options else None
+        _require((last is None) == (expected_state is None), f"{message} the state is {type(last).__name__}")
+        assert_same_state(last, expected_state, message)
+        wanted = _numbers(expected[own], expected_state)
         assert_same_gradients(_leaves(mixer, x, state), _numbers(y[own], last), wanted, message)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -67,7 +66,8 @@ class GatedDeltaProduct(GatedDeltaNet):
         q, k, v, beta = call.values()
         assert g is not None
         if packing is not None:
-            more = packing.once(f"{self.steps} steps", partial(_multiply, packing, self.steps))
+            borders = packing.cu_seqlens
+            more = packing.once(f"{self.steps} steps", lambda: Packing(borders * self.steps))
             options = options._replace(cu_seqlens=more)
         if mask is not None:
             beta, g = beta * mask[..., None, None], g * mask.unsqueeze(-1)
@@ -107,7 +107,3 @@ def _turn_steps(x: Tensor, reverse: Reverse) -> Tensor:
         ahead, behind = halves(x)
         return torch.cat((ahead, behind.flip(2)))
     return x.flip(2) if reverse else x
-
-
-def _multiply(packing: Packing, steps: int) -> Packing:
-    return Packing(packing.cu_seqlens * steps)

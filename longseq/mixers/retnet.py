@@ -11,7 +11,8 @@ from typing_extensions import Self
 
 from longseq.blocks.norm import RMSNorm
 from longseq.blocks.pairs import repeat_rows
-from longseq.blocks.rotary import check_rotary, count_positions, rotary_angles, rotate_pairs
+from longseq.blocks.rotary import check_rotary, count_positions, rotate_pairs, shared_angles
+from longseq.kernels.packing import Packing
 from longseq.mixers.base import ALL_TOKENS, Device, ScanOptions, memory_dtype, required
 from longseq.mixers.gated_linear import GatedLinearMixer, recurrence_flops
 from longseq.mixers.heads import FEATURE_MAPS, check_groups, choose_heads, repeat_groups
@@ -91,12 +92,7 @@ class RetNet(GatedLinearMixer[RetNetState]):
         packing, mask, reverse, _ = options
         positions, following = count_positions(projected, start, cu_seqlens=packing, mask=mask, reverse=reverse)
         q, k, v, gate = self._split(projected)
-        if packing is None or start is not None or reverse:
-            angles = self._angles(q, positions)
-        else:  # positions in each sequence, the same in all layers
-            key = ("rotary", q.shape[-1], self.rotary_base, *self.rotary_scaling.items(), q.dtype)
-            angles = packing.once(key, lambda: self._angles(q, positions))
-        q, k, g = self._turn(q, k, *angles)
+        q, k, g = self._place(q, k, positions, None if start is not None or reverse else packing)
         o, memory = self.recur(q, k, v, g, memory, options, self.key_dim**-0.5)
         last = RetNetState(required(memory), following) if options.output_final_state else None
         return self.read_out(o, gate), last
@@ -126,17 +122,14 @@ class RetNet(GatedLinearMixer[RetNetState]):
         k, v = (repeat_groups(x.unflatten(-1, (self.num_kv_heads, -1)), self.num_heads) for x in (k, v))
         return q.unflatten(-1, (self.num_heads, -1)), k, v, gate
 
-    def _angles(self, q: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return rotary_angles(q, positions, self.rotary_base, self.rotary_scaling)
-
-    def _place(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _place(
+        self, q: Tensor, k: Tensor, positions: Tensor, packing: Packing | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys rotated by their positions, and the log decay `[..., H]`."""
-        return self._turn(q, k, *self._angles(q, positions))
-
-    def _turn(self, q: Tensor, k: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        angles = shared_angles(q, positions, self.rotary_base, self.rotary_scaling, packing)
         head = torch.arange(self.num_heads, device=q.device, dtype=memory_dtype(q.dtype))
         g = self._log_decays(head).expand(*q.shape[:-1])
-        return rotate_pairs(q, cosine, sine), rotate_pairs(k, cosine, sine), g
+        return rotate_pairs(q, *angles), rotate_pairs(k, *angles), g
 
     def _log_decays(self, head: Tensor) -> Tensor:
         """log γ of the heads of these numbers."""
