@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -21,19 +21,10 @@ from longseq.mixers.base import ALL_TOKENS, Device, Mixer, ScanOptions, memory_d
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.measures import mean_norm, saturation
 from longseq.mixers.registry import register
+from longseq.mixers.states import ConvolvedState
 
 
-class DeltaState(NamedTuple):
-    """The convolution's last inputs `[B, C, W - 1]` (None without convolution) and the memory `[B, H, K, V]`.
-
-    C counts the channels of queries, keys and values; H counts the heads of values.
-    """
-
-    convolution: Tensor | None
-    memory: Tensor
-
-
-class DeltaMixer(Mixer[DeltaState]):
+class DeltaMixer(Mixer[ConvolvedState]):
     """Base of DeltaNet, Gated DeltaNet and the layers that follow from them.
 
         q, k, v = conv(W x);  q, k = normalise(φ(q)), normalise(φ(k));  v = SiLU(v);  β = sigmoid(W_β x)
@@ -76,8 +67,8 @@ class DeltaMixer(Mixer[DeltaState]):
         return super().project_in(x) if self.in_proj is None else project_padded(self.in_proj, x)
 
     def scan(
-        self, projected: Tensor, state: DeltaState | None = None, options: ScanOptions = ALL_TOKENS
-    ) -> tuple[Tensor, DeltaState | None]:
+        self, projected: Tensor, state: ConvolvedState | None = None, options: ScanOptions = ALL_TOKENS
+    ) -> tuple[Tensor, ConvolvedState | None]:
         convolution, memory = (None, None) if state is None else state
         mixed, rate, gate = self._split(projected)
         reading = options._asdict()
@@ -91,7 +82,7 @@ class DeltaMixer(Mixer[DeltaState]):
             features = self._features(inputs, logits)
         g = self._log_decay(rate, self.local_backend)
         o, memory = self._recur(self._write(features, rate, g), g, memory, options)
-        last = DeltaState(convolution, required(memory)) if options.output_final_state else None
+        last = ConvolvedState(convolution, required(memory)) if options.output_final_state else None
         return self._read_out(o, gate), last
 
     def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -124,7 +115,7 @@ class DeltaMixer(Mixer[DeltaState]):
         self.observe("state_norm", lambda: mean_norm(memory))
         return o, memory
 
-    def scan_step(self, projected: Tensor, state: DeltaState) -> tuple[Tensor, DeltaState]:
+    def scan_step(self, projected: Tensor, state: ConvolvedState) -> tuple[Tensor, ConvolvedState]:
         convolution, memory = state
         mixed, rate, gate = self._split(projected)
         inputs, logits = self._split_logits(mixed)
@@ -132,13 +123,13 @@ class DeltaMixer(Mixer[DeltaState]):
             inputs, convolution = self.convolution.step(inputs, required(convolution))
         g = self._log_decay(rate, "torch")
         o, memory = self._recur_step(self._write(self._features(inputs, logits), rate, g), g, memory)
-        return self._read_out(o, gate), DeltaState(convolution, memory)
+        return self._read_out(o, gate), ConvolvedState(convolution, memory)
 
-    def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> DeltaState:
+    def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> ConvolvedState:
         dtype = memory_dtype(dtype)
         convolution = None if self.convolution is None else self.convolution.initial_state(batch, device, dtype)
         shape = (batch, self.num_value_heads, self.key_dim, self.value_dim)
-        return DeltaState(convolution, torch.zeros(shape, device=device, dtype=dtype))
+        return ConvolvedState(convolution, torch.zeros(shape, device=device, dtype=dtype))
 
     def _split(self, projected: Tensor) -> tuple[Tensor, Any, Any]:
         """The inputs of the features `[..., C + H + ...]`, and of the decay and the gate (None without)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -11,13 +11,8 @@ from typing_extensions import Self
 from longseq.kernels import linear_attention, linear_attention_step, silu_product
 from longseq.mixers.base import ALL_TOKENS, Device, Mixer, ScanOptions, memory_dtype, required
 from longseq.mixers.measures import mean_norm, saturation
+from longseq.mixers.states import MemoryState
 from longseq.state import StateT
-
-
-class MemoryState(NamedTuple):
-    """The memory `[B, H, K, V]`."""
-
-    memory: Tensor
 
 
 class GatedLinearMixer(Mixer[StateT]):

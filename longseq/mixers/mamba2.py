@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -20,18 +18,12 @@ from longseq.mixers.base import ALL_TOKENS, Device, ScanOptions, memory_dtype, r
 from longseq.mixers.gated_linear import GatedLinearMixer, recurrence_flops
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.registry import register
+from longseq.mixers.states import ConvolvedState
 from longseq.mixers.step_size import draw_decay_rates, draw_step_bias, step_size
 
 
-class Mamba2State(NamedTuple):
-    """The convolution's last inputs `[B, I + 2 G N, W - 1]` and the memory `[B, H, N, P]`."""
-
-    convolution: Tensor
-    memory: Tensor
-
-
 @register("mamba2")
-class Mamba2(GatedLinearMixer[Mamba2State]):
+class Mamba2(GatedLinearMixer[ConvolvedState]):
     """State space duality: a scalar decay for each head, input and output maps shared by groups of heads.
 
         z, x, B, C, dt = in_proj(u);  x, B, C = SiLU(conv(x, B, C));  Δ = softplus(dt + dt_bias)
@@ -91,15 +83,15 @@ class Mamba2(GatedLinearMixer[Mamba2State]):
         self.D.fill_(1.0)
 
     def scan(
-        self, projected: Tensor, state: Mamba2State | None = None, options: ScanOptions = ALL_TOKENS
-    ) -> tuple[Tensor, Mamba2State | None]:
+        self, projected: Tensor, state: ConvolvedState | None = None, options: ScanOptions = ALL_TOKENS
+    ) -> tuple[Tensor, ConvolvedState | None]:
         convolution, memory = (None, None) if state is None else state
         z, mixed, rate = self._split(projected)
         mixed, convolution = self.convolution(mixed, convolution, **options._asdict())
         x, key, query = self._heads(mixed)
         v, g = self._discretise(x, rate, self.A_log, self.dt_bias)
         y, memory = self.recur(query, key, v, g, memory, options)
-        last = Mamba2State(required(convolution), required(memory)) if options.output_final_state else None
+        last = ConvolvedState(required(convolution), required(memory)) if options.output_final_state else None
         return self._read_out(y, x, z), last
 
     def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -111,18 +103,18 @@ class Mamba2(GatedLinearMixer[Mamba2State]):
         (ahead, behind), (x, x_behind) = halves(y), halves(x)
         return self._read_out(ahead, x, z) + backward._read_out(behind, x_behind, z)
 
-    def scan_step(self, projected: Tensor, state: Mamba2State) -> tuple[Tensor, Mamba2State]:
+    def scan_step(self, projected: Tensor, state: ConvolvedState) -> tuple[Tensor, ConvolvedState]:
         z, mixed, rate = self._split(projected)
-        mixed, convolution = self.convolution.step(mixed, state.convolution)
+        mixed, convolution = self.convolution.step(mixed, required(state.convolution))
         x, key, query = self._heads(mixed)
         v, g = self._discretise(x, rate, self.A_log, self.dt_bias)
         y, memory = self.recur_step(query, key, v, g, state.memory)
-        return self._read_out(y, x, z), Mamba2State(convolution, memory)
+        return self._read_out(y, x, z), ConvolvedState(convolution, memory)
 
-    def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> Mamba2State:
+    def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> ConvolvedState:
         shape = (batch, self.num_heads, self.state_size, self.head_dim)
         memory = torch.zeros(shape, device=device, dtype=memory_dtype(dtype))
-        return Mamba2State(self.convolution.initial_state(batch, device, memory.dtype), memory)
+        return ConvolvedState(self.convolution.initial_state(batch, device, memory.dtype), memory)
 
     def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         z, mixed, rate = projected.split([self.inner, self.mixed_width, self.num_heads], dim=-1)

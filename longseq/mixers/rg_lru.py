@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -17,20 +15,14 @@ from longseq.mixers.base import ALL_TOKENS, Device, Mixer, ScanOptions, memory_d
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.measures import mean_norm, saturation
 from longseq.mixers.registry import register
+from longseq.mixers.states import ConvolvedState
 
 DECAY_EXPONENT = 8.0
 TAP_DEVIATION = 0.1  # the standard deviation of the sum of the initial taps
 
 
-class RGLRUState(NamedTuple):
-    """The convolution's last inputs `[B, I, W - 1]`, and the memory `[B, H, 1, I / H]`, one number for each channel."""
-
-    convolution: Tensor
-    memory: Tensor
-
-
 @register("rg_lru")
-class RGLRU(Mixer[RGLRUState]):
+class RGLRU(Mixer[ConvolvedState]):
     """A real-gated linear recurrent unit between two branches.
 
         x, z = W_in u;   x = conv(x);   r, i = sigmoid(W_a x + b_a), sigmoid(W_x x + b_x)
@@ -89,8 +81,8 @@ class RGLRU(Mixer[RGLRUState]):
         self.gate_bias.zero_()
 
     def scan(
-        self, projected: Tensor, state: RGLRUState | None = None, options: ScanOptions = ALL_TOKENS
-    ) -> tuple[Tensor, RGLRUState | None]:
+        self, projected: Tensor, state: ConvolvedState | None = None, options: ScanOptions = ALL_TOKENS
+    ) -> tuple[Tensor, ConvolvedState | None]:
         convolution, memory = (None, None) if state is None else state
         x, branch = projected.chunk(2, dim=-1)
         x, convolution = self.convolution(x, convolution, **options._asdict())
@@ -98,7 +90,7 @@ class RGLRU(Mixer[RGLRUState]):
         self.observe("gate_saturation", lambda: saturation(gates, options.mask))
         h, memory = self._recur(*self._recurrence(x, gates, self.decay), memory, options)
         self.observe("state_norm", lambda: mean_norm(memory))
-        last = RGLRUState(required(convolution), required(memory)) if options.output_final_state else None
+        last = ConvolvedState(required(convolution), required(memory)) if options.output_final_state else None
         return self._gate(h, branch), last
 
     def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -124,18 +116,18 @@ class RGLRU(Mixer[RGLRUState]):
         query, key = (torch.ones_like(update[..., :1]) for _ in range(2))
         return linear_attention(query, key, update, g_value=decay, initial_state=memory, **self.call_options(options))
 
-    def scan_step(self, projected: Tensor, state: RGLRUState) -> tuple[Tensor, RGLRUState]:
+    def scan_step(self, projected: Tensor, state: ConvolvedState) -> tuple[Tensor, ConvolvedState]:
         x, branch = projected.chunk(2, dim=-1)
-        x, convolution = self.convolution.step(x, state.convolution)
+        x, convolution = self.convolution.step(x, required(state.convolution))
         decay, update = self._recurrence(x, self._gates(x, self.gate_weight, self.gate_bias), self.decay)
         one = torch.ones_like(update[..., :1])
         h, memory = linear_attention_step(one, one, update, state.memory, g_value=decay, backend=self.step_backend)
-        return self._gate(h, branch), RGLRUState(convolution, memory)
+        return self._gate(h, branch), ConvolvedState(convolution, memory)
 
-    def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> RGLRUState:
+    def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> ConvolvedState:
         dtype = memory_dtype(dtype)
         memory = torch.zeros(batch, self.num_heads, 1, self.head_dim, device=device, dtype=dtype)
-        return RGLRUState(self.convolution.initial_state(batch, device, dtype), memory)
+        return ConvolvedState(self.convolution.initial_state(batch, device, dtype), memory)
 
     def _gates(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         """r and i, concatenated: `[..., H, 2 I / H]`. For a pair, x is `[2, B, T, I]` and the weight `[2, H, ...]`."""

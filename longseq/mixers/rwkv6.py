@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -19,19 +17,13 @@ from longseq.mixers.base import ALL_TOKENS, Device, Mixer, ScanOptions, memory_d
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.measures import mean_norm, saturation
 from longseq.mixers.registry import register
+from longseq.mixers.states import ShiftedState
 
 PARTS = 5  # the decay, the key, the value, the receptance and the gate, in this order, each mix two tokens
 
 
-class RWKV6State(NamedTuple):
-    """The last token `[B, d_model, 1]` and the memory `[B, H, K, K]`."""
-
-    shift: Tensor
-    memory: Tensor
-
-
 @register("rwkv6")
-class RWKV6(Mixer[RWKV6State]):
+class RWKV6(Mixer[ShiftedState]):
     """Linear attention with a decay that depends on the token, a bonus for the current token and a token shift.
 
         x_□ = x_t + (x_{t−1} − x_t) ⊙ (μ_□ + tanh((x_t + (x_{t−1} − x_t) ⊙ μ_x) A_□) B_□)        □ in w, k, v, r, g
@@ -108,8 +100,8 @@ class RWKV6(Mixer[RWKV6State]):
         return x
 
     def scan(
-        self, projected: Tensor, state: RWKV6State | None = None, options: ScanOptions = ALL_TOKENS
-    ) -> tuple[Tensor, RWKV6State | None]:
+        self, projected: Tensor, state: ShiftedState | None = None, options: ScanOptions = ALL_TOKENS
+    ) -> tuple[Tensor, ShiftedState | None]:
         shift, memory = (None, None) if state is None else state
         packing, mask, reverse, output_final_state = options
         previous, latest = previous_tokens(projected, shift, **self.call_options(options), mask=mask)
@@ -127,7 +119,7 @@ class RWKV6(Mixer[RWKV6State]):
             )
             self.observe("state_norm", lambda: mean_norm(memory))
         y = self._read_out(o, r, k, v, gate)
-        return y, RWKV6State(required(latest), required(memory)) if output_final_state else None
+        return y, ShiftedState(required(latest), required(memory)) if output_final_state else None
 
     def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         options = ScanOptions.of_pair(mask)
@@ -147,17 +139,17 @@ class RWKV6(Mixer[RWKV6State]):
         )
         return ahead + behind
 
-    def scan_step(self, projected: Tensor, state: RWKV6State) -> tuple[Tensor, RWKV6State]:
+    def scan_step(self, projected: Tensor, state: ShiftedState) -> tuple[Tensor, ShiftedState]:
         previous = state.shift.squeeze(-1).to(projected.dtype)
         r, k, v, decay, gate = self._project(projected, previous)
         o, _ = linear_attention_step(r, torch.zeros_like(k), v, state.memory, backend=self.step_backend)
         _, memory = linear_attention_step(r, k, v, state.memory, g=decay, backend=self.step_backend)
-        return self._read_out(o, r, k, v, gate), RWKV6State(projected.to(state.shift.dtype).unsqueeze(-1), memory)
+        return self._read_out(o, r, k, v, gate), ShiftedState(projected.to(state.shift.dtype).unsqueeze(-1), memory)
 
-    def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> RWKV6State:
+    def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> ShiftedState:
         dtype = memory_dtype(dtype)
         memory = torch.zeros(batch, self.num_heads, self.head_dim, self.head_dim, device=device, dtype=dtype)
-        return RWKV6State(torch.zeros(batch, self.d_model, 1, device=device, dtype=dtype), memory)
+        return ShiftedState(torch.zeros(batch, self.d_model, 1, device=device, dtype=dtype), memory)
 
     def _recur(
         self, r: Tensor, k: Tensor, v: Tensor, decay: Tensor, memory: Tensor | None, options: ScanOptions

@@ -20,15 +20,9 @@ from longseq.mixers.base import ALL_TOKENS, Device, Mixer, ScanOptions, add_read
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.measures import mean_norm, saturation
 from longseq.mixers.registry import register
+from longseq.mixers.states import ShiftedState
 
 LOWEST = -math.exp(-0.5)  # log decay
-
-
-class RWKV7State(NamedTuple):
-    """The last token `[B, d_model, 1]` and the memory `[B, H, K, K]`."""
-
-    shift: Tensor
-    memory: Tensor
 
 
 class _Inputs(NamedTuple):
@@ -44,7 +38,7 @@ class _Inputs(NamedTuple):
 
 
 @register("rwkv7")
-class RWKV7(Mixer[RWKV7State]):
+class RWKV7(Mixer[ShiftedState]):
     """A generalised delta rule: decays and strengths for each channel, and different keys to erase and to write.
 
         x_□ = x_t + μ_□ ⊙ (x_{t−1} − x_t)                                                     □ in r, w, k, v, a, g
@@ -180,8 +174,8 @@ class RWKV7(Mixer[RWKV7State]):
         return torch.cat((super().project_out(y), values), dim=-1)
 
     def scan(
-        self, projected: Tensor, state: RWKV7State | None = None, options: ScanOptions = ALL_TOKENS
-    ) -> tuple[Tensor, RWKV7State | None]:
+        self, projected: Tensor, state: ShiftedState | None = None, options: ScanOptions = ALL_TOKENS
+    ) -> tuple[Tensor, ShiftedState | None]:
         shift, memory = (None, None) if state is None else state
         x, *first = projected.split(self.d_model, dim=-1)
         mask = options.mask
@@ -190,7 +184,7 @@ class RWKV7(Mixer[RWKV7State]):
         self.observe("gate_saturation", lambda: saturation(inputs.g / LOWEST, mask))
         o, memory = self._recur(inputs, memory, options)
         self.observe("state_norm", lambda: mean_norm(memory))
-        last = RWKV7State(required(latest), required(memory)) if options.output_final_state else None
+        last = ShiftedState(required(latest), required(memory)) if options.output_final_state else None
         return self._read_out(o, inputs), last
 
     def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -211,7 +205,7 @@ class RWKV7(Mixer[RWKV7State]):
         readings = [mixer._read_out(own, each) for mixer, own, each in zip(pair, halves(o), tokens, strict=True)]
         return add_readings(readings, self.d_model)
 
-    def scan_step(self, projected: Tensor, state: RWKV7State) -> tuple[Tensor, RWKV7State]:
+    def scan_step(self, projected: Tensor, state: ShiftedState) -> tuple[Tensor, ShiftedState]:
         x, *first = projected.split(self.d_model, dim=-1)
         inputs = self._project(x, state.shift.squeeze(-1).to(x.dtype), *first)
         r, read, v, erase, write, g, _ = inputs
@@ -219,12 +213,12 @@ class RWKV7(Mixer[RWKV7State]):
             r, read, v, state.memory, write_key=erase, value_key=write, g=g, read_before_decay=True,
             backend=self.step_backend,
         )  # fmt: skip
-        return self._read_out(o, inputs), RWKV7State(x.to(state.shift.dtype).unsqueeze(-1), memory)
+        return self._read_out(o, inputs), ShiftedState(x.to(state.shift.dtype).unsqueeze(-1), memory)
 
-    def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> RWKV7State:
+    def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> ShiftedState:
         dtype = memory_dtype(dtype)
         memory = torch.zeros(batch, self.num_heads, self.head_dim, self.head_dim, device=device, dtype=dtype)
-        return RWKV7State(torch.zeros(batch, self.d_model, 1, device=device, dtype=dtype), memory)
+        return ShiftedState(torch.zeros(batch, self.d_model, 1, device=device, dtype=dtype), memory)
 
     def _project(self, x: Tensor, previous: Tensor, first: Tensor | None = None) -> _Inputs:
         change = previous - x

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,16 +15,10 @@ from longseq.blocks.pairs import stack_pair
 from longseq.kernels import silu_product
 from longseq.mixers.base import ALL_TOKENS, Device, Mixer, ScanOptions, memory_dtype, required
 from longseq.mixers.measures import mean_norm
+from longseq.mixers.states import ConvolvedState
 
 
-class SelectiveState(NamedTuple):
-    """The convolution's last inputs `[B, I, W - 1]`, and the recurrent memory."""
-
-    convolution: Tensor
-    memory: Tensor
-
-
-class SelectiveMixer(Mixer[SelectiveState]):
+class SelectiveMixer(Mixer[ConvolvedState]):
     """Base of Mamba and Longhorn; a subclass supplies the recurrence.
 
         x, z = in_proj(u);  x = SiLU(conv(x));  r, k, q = x_proj(x)
@@ -89,14 +83,14 @@ class SelectiveMixer(Mixer[SelectiveState]):
         raise NotImplementedError
 
     def scan(
-        self, projected: Tensor, state: SelectiveState | None = None, options: ScanOptions = ALL_TOKENS
-    ) -> tuple[Tensor, SelectiveState | None]:
+        self, projected: Tensor, state: ConvolvedState | None = None, options: ScanOptions = ALL_TOKENS
+    ) -> tuple[Tensor, ConvolvedState | None]:
         convolution, memory = (None, None) if state is None else state
         x, gate = projected.chunk(2, dim=-1)
         x, convolution = self.convolution(x, convolution, **options._asdict())
         y, memory = self.recur(x, *self._selection(x), memory, options)
         self.observe("state_norm", lambda: mean_norm(memory))
-        last = SelectiveState(required(convolution), required(memory)) if options.output_final_state else None
+        last = ConvolvedState(required(convolution), required(memory)) if options.output_final_state else None
         return self._gate(y, x, gate, self.D), last
 
     def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -107,20 +101,20 @@ class SelectiveMixer(Mixer[SelectiveState]):
         y = self.recur_pair(backward, x, rate, key, query, ScanOptions.of_pair(mask))
         return self._gate(y, x, gate, stack_pair(self.D, backward.D))
 
-    def scan_step(self, projected: Tensor, state: SelectiveState) -> tuple[Tensor, SelectiveState]:
+    def scan_step(self, projected: Tensor, state: ConvolvedState) -> tuple[Tensor, ConvolvedState]:
         x, gate = projected.chunk(2, dim=-1)
-        x, convolution = self.convolution.step(x, state.convolution)
+        x, convolution = self.convolution.step(x, required(state.convolution))
         y, memory = self.recur_step(x, *self._selection(x), state.memory)
-        return self._gate(y, x, gate, self.D), SelectiveState(convolution, memory)
+        return self._gate(y, x, gate, self.D), ConvolvedState(convolution, memory)
 
     @property
     def memory_shape(self) -> tuple[int, ...]:
         """Shape of one sequence's recurrent memory."""
         return self.inner, self.state_size
 
-    def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> SelectiveState:
+    def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> ConvolvedState:
         memory = torch.zeros(batch, *self.memory_shape, device=device, dtype=memory_dtype(dtype))
-        return SelectiveState(self.convolution.initial_state(batch, device, memory.dtype), memory)
+        return ConvolvedState(self.convolution.initial_state(batch, device, memory.dtype), memory)
 
     def _selection(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         rank, key, query = self._split(self.x_proj(x))
