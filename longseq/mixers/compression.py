@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,16 +19,10 @@ from longseq.kernels.reading import Reverse
 from longseq.mixers.base import ALL_TOKENS, Device, Mixer, ScanOptions, memory_dtype, required
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.measures import mean_norm, saturation
+from longseq.mixers.states import ConvolvedState
 
 GAMMA_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "softplus": functional.softplus}
 FORGET_BIAS = 4.0  # μ starts at 0.98
-
-
-class CompressionState(NamedTuple):
-    """The last W - 1 inputs `[B, H M, W - 1]`, shared by both convolutions, and the memory `[B, H, D, M]`."""
-
-    convolution: Tensor
-    memory: Tensor
 
 
 def padding_last(mask: Tensor, reverse: Reverse) -> Tensor:
@@ -38,7 +32,7 @@ def padding_last(mask: Tensor, reverse: Reverse) -> Tensor:
     return (mask == backward).byte().argsort(dim=1, stable=True).unsqueeze(-1)
 
 
-class CompressionMixer(Mixer[CompressionState]):
+class CompressionMixer(Mixer[ConvolvedState]):
     """Base of Lattice and TTT; `recurrence`, options of the operation, defines how a subclass updates the memory.
 
         z, v, w, γ, μ = W x;   q, k = conv_q(z), conv_k(z);   y = W_o (memory(q, k, v, γ, μ) ⊙ GELU(w))
@@ -101,8 +95,8 @@ class CompressionMixer(Mixer[CompressionState]):
         self.slots.copy_(torch.linalg.qr(random).Q)
 
     def scan(
-        self, projected: Tensor, state: CompressionState | None = None, options: ScanOptions = ALL_TOKENS
-    ) -> tuple[Tensor, CompressionState | None]:
+        self, projected: Tensor, state: ConvolvedState | None = None, options: ScanOptions = ALL_TOKENS
+    ) -> tuple[Tensor, ConvolvedState | None]:
         packing, mask = options.cu_seqlens, options.mask
         rows = projected.shape[0] if packing is None else packing.count
         convolution, memory = (None, self._first_memory(rows, projected.dtype)) if state is None else state
@@ -117,7 +111,7 @@ class CompressionMixer(Mixer[CompressionState]):
         o, final = self._recur(q, k, v, gamma, g, memory, options)
         self.observe("state_norm", lambda: mean_norm(final))
         y = o.flatten(-2) * functional.gelu(gate)
-        return y, CompressionState(required(last), required(final)) if options.output_final_state else None
+        return y, ConvolvedState(required(last), required(final)) if options.output_final_state else None
 
     def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         shared, v, gate, rates = self._split(projected)
@@ -146,19 +140,19 @@ class CompressionMixer(Mixer[CompressionState]):
             o = torch.take_along_dim(o, order.argsort(1).unsqueeze(-1), 1)
         return o, final
 
-    def scan_step(self, projected: Tensor, state: CompressionState) -> tuple[Tensor, CompressionState]:
+    def scan_step(self, projected: Tensor, state: ConvolvedState) -> tuple[Tensor, ConvolvedState]:
         shared, v, gate, rates = self._split(projected)
         gamma, g = self._gamma(rates), self._log_decay(rates)
-        q, last = self.query_convolution.step(shared, state.convolution)
-        k, _ = self.key_convolution.step(shared, state.convolution)
+        q, last = self.query_convolution.step(shared, required(state.convolution))
+        k, _ = self.key_convolution.step(shared, required(state.convolution))
         q, k, v = self._to_heads(q), self._to_keys(k), self._to_heads(v)
         options = {**self._rule(gamma), "backend": self.step_backend}
         o, memory = orthogonal_recurrence_step(q, k, v, gamma, state.memory, g=g, **options)
-        return o.flatten(-2) * functional.gelu(gate), CompressionState(last, memory)
+        return o.flatten(-2) * functional.gelu(gate), ConvolvedState(last, memory)
 
-    def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> CompressionState:
+    def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> ConvolvedState:
         memory = self._first_memory(batch, dtype).to(device)
-        return CompressionState(self.query_convolution.initial_state(batch, memory.device, memory.dtype), memory)
+        return ConvolvedState(self.query_convolution.initial_state(batch, memory.device, memory.dtype), memory)
 
     def _first_memory(self, batch: int, dtype: torch.dtype | None) -> Tensor:
         return self.slots.to(memory_dtype(dtype)).expand(batch, -1, -1, -1)
