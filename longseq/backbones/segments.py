@@ -286,10 +286,8 @@ class _Stream:
 
     def _read(self, step: _Step, tokens: Tensor, state: Any, gathered: Gathered | None) -> tuple[Any, Any, Any]:
         tokens, added = _embed_ngrams(step, tokens, self.model)
-        start = _place(state, len(step.documents), 0, self.body.initial_state, self.body.embedding.weight)
-        features, last = self.body.forward_features(
-            tokens, start, cu_seqlens=step.packing(self.device), output_final_state=step.goes_on, added=added
-        )
+        read = partial(self.body.forward_features, tokens, added=added)
+        features, last = _read_from(state, step, read, self.body.initial_state, self.body.embedding.weight)
         vectors, gathered = self.pooling.read(features, step, gathered)
         return vectors, last, gathered
 
@@ -343,15 +341,11 @@ class _Sweep:
 
     def _scan(self, step: _Step, block: Any, order: int, x: Any, state: Any) -> tuple[Tensor, Any]:
         """Read a step in one order of a layer; returns the output and the state for the next step in this order."""
-        backward = order == 1
-        count = len(step.documents)
-        initial = block.mixer.readers[order].initial_state
-        start = _place(state, count, count - 1 if backward else 0, initial, self.body.embedding.weight)
-        wanted = step.continues if backward else step.goes_on
-        y, last = block.mixer.read_order(
-            order, block.receive(x), start, cu_seqlens=step.packing(self.device), output_final_state=wanted
+        read, initial = (
+            partial(block.mixer.read_order, order, block.receive(x)),
+            block.mixer.readers[order].initial_state,
         )
-        return y, _row(last, 0) if backward and wanted else last
+        return _read_from(state, step, read, initial, self.body.embedding.weight, backward=order == 1)
 
     def _join(self, step: _Step, block: Any, x: Any, backward: Tensor, state: Any) -> tuple[Any, Any]:
         forward, state = self._scan(step, block, 0, x, state)
@@ -366,12 +360,8 @@ class _Sweep:
             residual[index], state = step.run(partial(self._call, step, block), residual[index], state)
 
     def _call(self, step: _Step, block: Any, x: Any, state: Any) -> tuple[Any, Any]:
-        backward, count = block.mixer.reverse, len(step.documents)
-        initial = block.mixer.initial_state
-        start = _place(state, count, count - 1 if backward else 0, initial, self.body.embedding.weight)
-        wanted = step.continues if backward else step.goes_on
-        y, last = block(x, start, cu_seqlens=step.packing(self.device), output_final_state=wanted)
-        return y, _row(last, 0) if backward and wanted else last
+        weight = self.body.embedding.weight
+        return _read_from(state, step, partial(block, x), block.mixer.initial_state, weight, block.mixer.reverse)
 
     def _read_windows(self, block: Any, residual: list[Any], steps: list[_Step]) -> None:
         """Read a layer whose tokens see a window on both sides: each step with the tokens around it."""
@@ -417,16 +407,20 @@ def _embed_ngrams(step: _Step, tokens: Tensor, model: TextClassifier) -> tuple[T
     return own, model.ngrams(own, step.positions(tokens.device), context)
 
 
-def _place(carried: Any, count: int, row: int, initial_state: Callable[..., Any], like: Tensor) -> Any:
-    """The state before `count` pieces, of which the one at `row`, first or last, continues from `carried`; or None."""
-    if carried is None or count == 1:
-        return carried
-    fresh = initial_state(count - 1, like.device, like.dtype)
-    pairs = zip(state_tensors(carried), state_tensors(fresh), strict=True)
-    joined = [torch.cat([own.to(other.dtype), other][:: 1 if row == 0 else -1]) for (_, own), (_, other) in pairs]
-    return fill_state(fresh, joined)
+def _read_from(
+    carried: Any, step: _Step, read: Callable[..., Any], initial_state: Callable[..., Any], like: Tensor,
+    backward: bool = False,
+) -> tuple[Any, Any]:  # fmt: skip
+    """Call `read` with the states before the pieces of a step, of which the first one that is read has `carried`.
 
-
-def _row(state: Any, index: int) -> Any:
-    """One row of a state, as a batch of one."""
-    return map_state(lambda x: x[index : index + 1], state)
+    Returns what `read` returns: its output, and the state for the next step.
+    """
+    others = len(step.documents) - 1
+    if carried is not None and others:
+        fresh = initial_state(others, like.device, like.dtype)
+        pairs = zip(state_tensors(carried), state_tensors(fresh), strict=True)
+        joined = [torch.cat([own.to(other.dtype), other][:: -1 if backward else 1]) for (_, own), (_, other) in pairs]
+        carried = fill_state(fresh, joined)
+    wanted = step.continues if backward else step.goes_on
+    y, last = read(carried, cu_seqlens=step.packing(like.device), output_final_state=wanted)
+    return y, map_state(lambda x: x[:1], last) if backward and wanted else last
