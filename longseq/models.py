@@ -37,7 +37,8 @@ from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, TypeVar
 
 import torch
-from huggingface_hub import save_torch_state_dict
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import save_file
 from torch import Tensor, distributed, nn
 
 from longseq.arguments import KeepsArguments, check_choice
@@ -229,13 +230,19 @@ def save_pretrained(
 
 def _write(folder: Path, texts: Mapping[str, str], state: Mapping[str, Tensor], max_shard_size: int | str) -> None:
     """Write all files to a temporary folder inside `folder`, then move them: an error leaves the old model."""
+    split = split_torch_state_dict_into_shards(
+        dict(state), filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
+    )
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        texts = {**texts, INDEX_FILE: json.dumps(index, indent=2, sort_keys=True) + "\n"}
+    written = {*split.filename_to_tensors, *texts}
     folder.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder) as temporary:
         for name, text in texts.items():
             Path(temporary, name).write_text(text, encoding="utf-8")
-        save_torch_state_dict(dict(state), temporary, max_shard_size=max_shard_size)
-        written = os.listdir(temporary)
-        for name in written:
+        for name, keys in split.filename_to_tensors.items():
+            save_file({key: state[key] for key in keys}, Path(temporary, name), metadata={"format": "pt"})
             # safetensors ignores the umask: only the owner could read its files.
             shutil.copymode(Path(temporary, CONFIG_FILE), Path(temporary, name))
         for name in written:

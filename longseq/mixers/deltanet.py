@@ -203,6 +203,13 @@ class DeltaMixer(Mixer[ConvolvedState]):
     def _gate(self, y: Tensor, gate: Any) -> Tensor:
         return y
 
+    def scan_flops(self, tokens: int) -> int:
+        # For each head, reading at the key, writing there and reading at the query take 2 K V each, and a decay K V.
+        operations = 6 if type(self)._log_decay is DeltaMixer._log_decay else 7
+        recurrence = operations * self.num_value_heads * self.key_dim * self.value_dim
+        convolution = 0 if self.convolution is None else self.convolution.flops(tokens)
+        return tokens * recurrence + convolution
+
 
 def _hide(x: Tensor, mask: Tensor) -> Tensor:
     """x `[B, T, ...]` with zeros at padding."""
@@ -256,9 +263,3 @@ class DeltaNet(DeltaMixer):
         self.convolution = ShortConvolution.of_width(self.mixed_width, convolution_width, backend)
         self.norm = RMSNorm(self.head_dim, eps=norm_eps, backend=backend)
         self.out_proj = nn.Linear(d_model, d_model, bias=False)
-
-    def scan_flops(self, tokens: int) -> int:
-        # Reading at the key, writing there and reading at the query take 2 K V each.
-        recurrence = 6 * self.d_model * self.head_dim
-        convolution = 0 if self.convolution is None else self.convolution.flops(tokens)
-        return tokens * recurrence + convolution
