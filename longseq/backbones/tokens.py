@@ -296,7 +296,9 @@ class TokenBackbone(PretrainedModel, nn.Module):
     @gathers_parameters
     def forward_head(self, features: Tensor) -> Tensor:
         """Score the vocabulary by features `[..., d_model]`: `[..., vocab_size]`."""
-        return self._score(features)
+        if self.head is not None:
+            return self.head(features)
+        return nn.functional.linear(features, self.tied_weight(features.device))
 
     @gathers_parameters
     def summed_loss(self, features: Tensor, target: Tensor, *, z_loss: float = 0.0) -> SummedLoss:
@@ -313,7 +315,7 @@ class TokenBackbone(PretrainedModel, nn.Module):
     @gathers_parameters
     def token_losses(self, features: Tensor, target: Tensor) -> Tensor:
         """The loss of each target `[...]` for features `[..., d_model]`, as in `summed_loss`, without a gradient."""
-        return token_losses(features, self._score, self.vocab_size, target)
+        return token_losses(features, self.forward_head, self.vocab_size, target)
 
     @gathers_parameters
     def step(self, token: Tensor, state: TokenState) -> tuple[Tensor, TokenState]:
@@ -402,11 +404,6 @@ class TokenBackbone(PretrainedModel, nn.Module):
             new.copy_(writing.draw())
         sampler.check()
         return tokens
-
-    def _score(self, features: Tensor) -> Tensor:
-        if self.head is not None:
-            return self.head(features)
-        return nn.functional.linear(features, self.tied_weight(features.device))
 
     def tied_weight(self, device: torch.device) -> Tensor:
         """The embeddings of all tokens, by which a model without a head scores features on `device`."""
