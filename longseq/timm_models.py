@@ -135,14 +135,8 @@ def stated_data(model: nn.Module) -> dict[str, Any]:
         "std": _of_channels(stated["std"], channels),
         "interpolation": stated.get("interpolation", "bicubic"),
         "crop_pct": stated.get("crop_pct", 1.0),
-        "crop_mode": stated_crop_mode(stated),
+        "crop_mode": mode if (mode := stated.get("crop_mode")) in OTHER_CROPS else "center",  # like timm
     }
-
-
-def stated_crop_mode(stated: Mapping[str, Any]) -> str:
-    """The `crop_mode` of a `pretrained_cfg`; like timm, all but `OTHER_CROPS` count as center."""
-    mode = stated.get("crop_mode")
-    return mode if mode in OTHER_CROPS else "center"
 
 
 def _of_channels(values: Sequence[float], channels: int) -> list[float]:
