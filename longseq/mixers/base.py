@@ -71,7 +71,7 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
         learning_rate_scales: parameters that learn at a multiple of the others' rate, and the multiple.
         options_in_turn: options that also take a list, which a model hands out in turn over its layers of this mixer.
         supports_noncausal: the constructor takes `causal=False`, with which one pass sees all tokens.
-        reads_backwards: `scan` observes `ScanOptions.reverse`. Other mixers are given flipped tokens.
+        reads_backwards: `scan` follows `ScanOptions.reverse`; other mixers are given flipped tokens.
         reads_pairs: the class defines `scan_pair`.
         growing_state: the state keeps all tokens, in their type. False: its size is constant, and its floating-point
             tensors are float32 (float64 for float64 inputs). An instance may override True by False.
