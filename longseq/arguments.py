@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 Construct = TypeVar("Construct", bound=Callable[..., None])
@@ -84,6 +84,12 @@ def _bind(construct: Callable[..., None], self: Any, args: Any, kwargs: Any) -> 
         else:
             arguments[name] = copy_containers(value)
     return arguments
+
+
+def check_choice(name: str, value: Any, known: Iterable[Any]) -> None:
+    """Raise ValueError unless the argument `name` has one of the known values."""
+    if value not in (choices := tuple(known)):
+        raise ValueError(f"{name}={value!r} is not one of {', '.join(map(str, choices))}")
 
 
 def copy_containers(value: Any) -> Any:

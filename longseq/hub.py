@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 
 from safetensors.torch import load_file
@@ -38,17 +39,12 @@ def find_source(
         path = hf_hub_download(repo_id, name, revision=named or revision, token=token, cache_dir=cache_dir)
         return Path(path)
 
-    def has(name: str) -> bool:
-        try:
-            return bool(fetch(name))
-        except (EntryNotFoundError, FileNotFoundError):
-            return False
-
     folder = fetch(CONFIG_FILE).parent
-    for name in weight_files(folder) if has(INDEX_FILE) else (WEIGHTS_FILE,):
+    for name in (INDEX_FILE, TOKENIZER_FILE, SETTINGS_FILE, GENERATION_FILE):
+        with suppress(EntryNotFoundError, FileNotFoundError):
+            fetch(name)
+    for name in weight_files(folder):
         fetch(name)
-    for name in (TOKENIZER_FILE, SETTINGS_FILE, GENERATION_FILE):
-        has(name)
     return folder
 
 

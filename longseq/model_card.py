@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from longseq.mixers.pattern import options_by_name
 from longseq.parameters import count_parameters
 
 # The splits in metrics.json, and their captions on the card.
@@ -38,7 +39,9 @@ def model_card(
 
 
 def _front_matter(config: Mapping[str, Any]) -> Iterator[str]:
-    tags = ["longseq", *(["timm"] if "architecture" in config else []), *sorted(config.get("revisions", {}))]
+    arguments = config["model_args"]
+    mixers = sorted(options_by_name(arguments["mixer"], None)) if "mixer" in arguments else []
+    tags = ["longseq", *(["timm"] if "architecture" in config else []), *mixers]
     yield from ("---", "library_name: longseq", "tags:", *(f"- {tag}" for tag in tags))
     if config.get("num_classes"):
         yield "pipeline_tag: image-classification"

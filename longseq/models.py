@@ -15,9 +15,7 @@ are looked up among those that are registered.
 config.json:
     library_name, longseq_version: longseq, and the version that wrote the file.
     kind: the name under which the model's class is registered.
-    model_args: all arguments of the constructor but `RUN_ARGUMENTS`. For image models they repeat the keys above and
-        the next two as `saved_by`, because timm keeps nothing else, and omit num_classes, which is a key below.
-    revisions: which function of its weights each kind of layer computes (see `longseq.mixers.check_revisions`).
+    model_args: all arguments of the constructor but `RUN_ARGUMENTS`, and for image models num_classes, a key below.
     plugins: the modules outside longseq that define the model's class and mixers (see `longseq.plugins`).
     architectures, model_type, id2label, label2id, problem_type: for transformers, to load a model of text.
     window, documents: of models of text, see `PretrainedModel.text`.
@@ -43,10 +41,10 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor, distributed, nn
 
-from longseq.arguments import KeepsArguments
+from longseq.arguments import KeepsArguments, check_choice
 from longseq.blocks.sharding import gather, is_sharded, unsharded_class
 from longseq.hub import CARD_FILE, CONFIG_FILE, HUB, INDEX_FILE, WEIGHTS_FILE, find_source, read_weights, upload
-from longseq.mixers import Mixer, check_revisions, mixer_revisions
+from longseq.mixers import Mixer
 from longseq.model_card import model_card
 from longseq.plugin_models import describe_plugin_model, is_plugin_model, rebuild_plugin_model
 from longseq.plugins import check_loaded, plugin_of
@@ -316,8 +314,7 @@ def from_pretrained(
 
 def read(source: str | Path, weights: str = "auto", label: str | None = None) -> SavedModel:
     """Read a folder of `save_pretrained` or a training checkpoint; `label` names it in messages. Raises ValueError."""
-    if weights not in WEIGHTS:
-        raise ValueError(f"weights={weights} is not one of {', '.join(WEIGHTS)}")
+    check_choice("weights", weights, WEIGHTS)
     path, label = Path(source), label or str(source)
     if not path.is_dir():
         return _read_checkpoint(path, weights, label)
@@ -334,7 +331,6 @@ def restore(saved: SavedModel, changes: Mapping[str, Any] | None = None, dtype: 
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices):
         model = build(saved.config, changes, saved.label)
-    check_revisions(model, saved.config.get("revisions"))
     if dtype is not None:
         model.to(dtype)
     model.load_state_dict(saved.state)
@@ -363,14 +359,15 @@ def describe_origin(model: nn.Module) -> dict[str, Any]:
         "library_name": "longseq",
         "longseq_version": installed_version(),
         "kind": kind_of(model),
-        "revisions": mixer_revisions(model),
         "plugins": sorted({plugin_of(cls) or cls.__module__ for cls in foreign}),
     }
 
 
 def build(config: Mapping[str, Any], changes: Mapping[str, Any] | None = None, label: str = CONFIG_FILE) -> nn.Module:
     """Build the model of a config.json with new weights; `label` names the file in messages."""
-    kind = config.get("kind", TIMM if "architecture" in config else None)
+    # timm's `save_for_hf` writes no kind.
+    unnamed = "image" if str(config.get("architecture")).startswith("longseq_") else TIMM
+    kind = config.get("kind", unnamed if "architecture" in config else None)
     if kind in OWN_KINDS:
         importlib.import_module(OWN_KINDS[kind])
     if kind not in _REBUILD and kind not in _KINDS:
@@ -383,9 +380,8 @@ def check_continues(model: nn.Module, config: Mapping[str, Any] | None) -> None:
     """Raise ValueError if a checkpoint's `config` does not describe this model, such as after a default has changed."""
     if config is None or kind_of(model) is None:
         return
-    check_revisions(model, config.get("revisions"))
     saved, own = config["model_args"], describe(model)["model_args"]
-    for name in sorted((saved.keys() | own.keys()) - {"saved_by"}):
+    for name in sorted(saved.keys() | own.keys()):
         if saved.get(name) != own.get(name):
             raise ValueError(f"its model was built with {name}={saved.get(name)}, this one with {name}={own.get(name)}")
 
@@ -395,8 +391,6 @@ def _read_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
     config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     if {"model_args", "num_classes"} <= config.keys() and config.get("kind") != PLUGIN:
         config["model_args"] = {"num_classes": config["num_classes"], **config["model_args"]}
-    # timm's `save_for_hf` writes the origin of an image model among the arguments.
-    config = {**config.get("model_args", {}).get("saved_by", {}), **config}
     tokenizer = read_folder(folder)
     text = {"tokenizer": tokenizer, "window": config.get("window")}
     if "documents" in config:

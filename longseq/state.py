@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -25,18 +25,13 @@ def loadable(cls: Class) -> Class:
 
 def map_state(function: Callable[[Tensor], Tensor], state: State) -> State:
     """Apply `function` to every tensor of `state` and keep its type, `None` entries included."""
-    mapped: Any
-    if state is None:
-        mapped = None
-    elif isinstance(state, Tensor):
-        mapped = function(state)
-    elif isinstance(state, tuple) and hasattr(state, "_fields"):
-        mapped = type(state)(*(map_state(function, part) for part in state))
-    elif isinstance(state, (tuple, list)):
-        mapped = type(state)(map_state(function, part) for part in state)
-    else:
-        raise TypeError(f"a state holds tensors and tuples of them, not {type(state).__name__}")
-    return mapped
+    given: Any = state
+    if isinstance(given, Tensor):
+        return cast(State, function(given))
+    if given is None:
+        return state
+    parts = [map_state(function, part) for part in given]
+    return type(given)(*parts) if hasattr(given, "_fields") else type(given)(parts)
 
 
 def state_tensors(state: object, prefix: str = "") -> Iterator[tuple[str, Tensor]]:

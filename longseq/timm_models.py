@@ -56,12 +56,10 @@ def describe_timm_model(model: nn.Module) -> dict[str, Any]:
     return {**timm_layout(model, stated_by(model)), "model_args": arguments}
 
 
-def rebuild_timm_model(
-    config: Mapping[str, Any], changes: Mapping[str, Any], arguments: Mapping[str, Any] | None = None
-) -> Any:
-    """Build the model that a config.json names, without weights; `arguments` default to its `model_args`."""
-    given = config.get("model_args", {}) if arguments is None else arguments
-    options = {key: value for key, value in {**given, **changes}.items() if key not in UNSAVED_OPTIONS}
+def rebuild_timm_model(config: Mapping[str, Any], changes: Mapping[str, Any]) -> Any:
+    """Build the model that a config.json names, without weights; `changes` override its `model_args`."""
+    arguments = {**config.get("model_args", {}), **changes}
+    options = {key: value for key, value in arguments.items() if key not in UNSAVED_OPTIONS}
     model: Any = timm.create_model(config["architecture"], pretrained_cfg=read_stated(config), **options)
     if config.get(DECISION):
         setattr(model, DECISION, dict(config[DECISION]))
@@ -137,14 +135,8 @@ def stated_data(model: nn.Module) -> dict[str, Any]:
         "std": _of_channels(stated["std"], channels),
         "interpolation": stated.get("interpolation", "bicubic"),
         "crop_pct": stated.get("crop_pct", 1.0),
-        "crop_mode": stated_crop_mode(stated),
+        "crop_mode": mode if (mode := stated.get("crop_mode")) in OTHER_CROPS else "center",  # like timm
     }
-
-
-def stated_crop_mode(stated: Mapping[str, Any]) -> str:
-    """The `crop_mode` of a `pretrained_cfg`; like timm, all but `OTHER_CROPS` count as center."""
-    mode = stated.get("crop_mode")
-    return mode if mode in OTHER_CROPS else "center"
 
 
 def _of_channels(values: Sequence[float], channels: int) -> list[float]:

@@ -156,9 +156,8 @@ def test_config_holds_every_argument(tmp_path: Path) -> None:
         assert set(options) == set(mixers.options(name)) - {"backend", *TokenBackbone.decided_options, *added}
         assert {key for key, value in options.items() if value is None} <= free.get(name, set())
     arguments = models.describe(ImageBackbone(**TINY))["model_args"]
-    # None is no LayerScale, and heads of at most 64 channels.
-    assert {name for name, value in arguments.items() if value is None} == {"init_values", "pool_num_heads"}
-    assert arguments["stride"] == [8, 8]
+    # None is no LayerScale, patches without overlap, and heads of at most 64 channels.
+    assert {name for name, value in arguments.items() if value is None} == {"init_values", "stride", "pool_num_heads"}
     assert models.describe(TokenBackbone(vocab_size=12, d_model=16))["model_args"]["mlp_ratio"] == 4.0
 
 
@@ -219,7 +218,6 @@ def test_arguments_can_be_changed_where_weights_stay(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"revisions": {"deltanet": 1}}, ValueError, "layers are of revision 1"),
         ({"kind": "video"}, ValueError, "of the kind video"),
         ({"model_args": {**TINY, "mixer": "deltanet", "embed_dim": 24}}, RuntimeError, "size mismatch"),
         ({"model_args": {**TINY, "mixer": "deltanet", "mlp_ratio": 1.0}}, RuntimeError, "Missing key"),
@@ -386,10 +384,3 @@ def test_weights_are_loaded_in_float32_in_the_type_of_the_file_or_in_a_given_one
     # The filters of Hyena stay in float32.
     assert not differing(rounded, exact.float().bfloat16())
     assert {value.dtype for value in rounded.parameters()} == {torch.bfloat16, torch.float32}
-
-
-def test_timm_refuses_layers_that_compute_something_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny().save_pretrained(tmp_path)
-    monkeypatch.setattr(DeltaNet, "revision", 9)
-    with pytest.raises(ValueError, match="deltanet layers are of revision 2"):
-        timm.create_model(f"local-dir:{tmp_path}", pretrained=True)

@@ -164,21 +164,17 @@ class TextClassifier(PretrainedModel, nn.Module):
         halved.
 
         Raises:
-            ValueError: the models differ in an option that changes what the weights compute, or in a shape.
+            ValueError: the models differ in an option that changes what the weights compute.
+            RuntimeError: a shape differs.
         """
         own, its = self.body.saved_arguments(), other.saved_arguments()
         is_forward = other.direction == "forward"
         free = ("direction", "share_directions", "merge") if is_forward else ()
         if (found := find_difference(own, its, ignored=("vocab_size", "tie_embeddings", *free))) is not None:
             raise ValueError(f"{found.name} is {found.one}, and {found.other} in the model that this one starts from")
-        trained, given = other.state_dict(), {}
-        for name, weight in self.body.state_dict().items():
-            source = _READING.sub("", name) if is_forward else name
-            shape = list(trained[source].shape) if source in trained else "missing"
-            if shape != list(weight.shape):
-                raise ValueError(f"{name} is {list(weight.shape)}, and {shape} in the model that this one starts from")
-            given[name] = trained[source]
-        self.body.load_state_dict(given)
+        trained = other.state_dict()
+        sources = {name: _READING.sub("", name) if is_forward else name for name in self.body.state_dict()}
+        self.body.load_state_dict({name: trained[source] for name, source in sources.items()})
         for block in self.body.blocks:
             if is_forward and isinstance(block.mixer, Directions) and block.mixer.merge == "sum":
                 _halve_outputs(block.mixer)

@@ -21,18 +21,19 @@ from functools import partial
 from typing import Any
 
 import torch
-from timm.layers import AttentionPoolLatent, LayerScale, Mlp, lecun_normal_, to_2tuple, trunc_normal_
+from timm.layers import AttentionPoolLatent, LayerScale, Mlp, lecun_normal_, trunc_normal_
 from timm.models import build_model_with_cfg, checkpoint
 from timm.models._features import feature_take_indices
 from timm.models.vision_transformer import global_pool_nlc
 from torch import Tensor, nn
 
+from longseq.arguments import check_choice
 from longseq.backbones.image_weights import checkpoint_filter_fn
 from longseq.backbones.stack import build_blocks, mixer_options_of
 from longseq.backbones.variants import UNNAMED, default_cfgs
 from longseq.blocks.hooks import has_observers
 from longseq.blocks.initialisation import save_rng_state
-from longseq.blocks.norm import ResidualLayerNorm, ResidualRMSNorm, add_and_norm
+from longseq.blocks.norm import ResidualLayerNorm, ResidualRMSNorm
 from longseq.blocks.patches import PatchDropout, PatchEmbed, grid_of
 from longseq.blocks.positions import (
     Layout,
@@ -48,10 +49,10 @@ from longseq.blocks.reading import COLUMNS
 from longseq.blocks.residual import Block, Carried, residual_of
 from longseq.blocks.sharding import full_parameters, gathers_parameters
 from longseq.kernels.packing import Packing
-from longseq.mixers import Mixer, check_revisions
+from longseq.mixers import Mixer
 from longseq.mixers.heads import largest_heads
 from longseq.mixers.pattern import Pattern, spell_pattern
-from longseq.models import PretrainedModel, describe_origin, register_kind
+from longseq.models import PretrainedModel, register_kind
 from longseq.parameters import no_weight_decay
 from longseq.timm_models import rebuild_timm_model, timm_layout
 
@@ -97,11 +98,10 @@ class ImageBlock(Block[Any]):
         self.ls2 = nn.Identity() if init_values is None or mlp is None else LayerScale(width, init_values)
 
     def add_branches(self, x: Tensor, branch: Tensor, packing: Packing | None = None) -> Tensor:
-        branch = self._drop(self.ls1(self.proj_drop(branch)), packing)
-        if self.mlp is None or self.norm2 is None:
-            return x + branch
-        x, y = add_and_norm(self.norm2, x, branch)
-        return x + self._drop(self.ls2(self.mlp(y)), packing)
+        return super().add_branches(x, self.ls1(self.proj_drop(branch)), packing)
+
+    def add_mlp(self, x: Tensor, branch: Tensor, packing: Packing | None = None) -> Tensor:
+        return super().add_mlp(x, self.ls2(branch), packing)
 
     def forward(  # type: ignore[override]
         self,
@@ -115,14 +115,12 @@ class ImageBlock(Block[Any]):
 
         Args:
             layout: the positions of the patches, for directions that read columns.
-            token_first: in `x`, `mask` and the result, the prefix tokens come before the patches; inside the block, and
-                in values, they are at their index.
+            token_first: in `x` and the result, the prefix tokens come before the patches; inside the block, in the mask
+                and in values, they are at their index.
             mask: `[B, T]`, True at real tokens. Outputs of the others are undefined.
         """
         if layout is None or not token_first:
             return super().forward(x, layout=layout, mask=mask, output_final_state=False)[0]
-        if mask is not None:
-            mask = move_prefix_back(mask.unsqueeze(-1), layout).squeeze(-1)
         x = _change_residual(move_prefix_back, x, layout)
         y, _ = super().forward(x, layout=layout, mask=mask, output_final_state=False)
         return _change_residual(move_prefix_first, y, layout)
@@ -276,8 +274,9 @@ class ImageBackbone(PretrainedModel, nn.Module):
         self.head_drop = nn.Dropout(drop_rate)
         self.head = nn.Linear(embed_dim, num_classes) if num_classes > 0 else nn.Identity()
         self.depth_scaled_init = depth_scaled_init
+        overlapping = self.patch_embed.stride != self.patch_embed.patch_size
         self.resolve_arguments(
-            stride=self.patch_embed.stride,
+            stride=self.patch_embed.stride if overlapping else None,  # which other patch sizes change, too
             mixer=self.mixer_name,
             mixer_options=mixer_options_of(mixer, mixer_options, self.blocks, without=self.decided_options),
         )
@@ -393,8 +392,6 @@ class ImageBackbone(PretrainedModel, nn.Module):
         options: dict[str, Any] = {} if mask is None else {"mask": mask}
         # Hooks and symbolic traces see the class token first, as in timm's models. Other runs avoid the two copies.
         if self.class_token == "middle" and (isinstance(residual_of(x), torch.fx.Proxy) or has_observers(block)):
-            if mask is not None:
-                options = {"mask": move_prefix_first(mask.unsqueeze(-1), layout).squeeze(-1)}
             x = run(_change_residual(move_prefix_first, x, layout), layout, token_first=True, **options)
             return _change_residual(move_prefix_back, x, layout)
         return run(x, layout, **options)
@@ -435,8 +432,7 @@ class ImageBackbone(PretrainedModel, nn.Module):
                 and image_features.
             attn_mask: see `forward_features`.
         """
-        if output_fmt not in ("NCHW", "NLC"):
-            raise ValueError(f"output_fmt={output_fmt!r} is not one of NCHW, NLC")
+        check_choice("output_fmt", output_fmt, ("NCHW", "NLC"))
         taken, last = feature_take_indices(len(self.blocks), indices)
         x, layout = self._embed(x)
         mask = self._sequence_mask(attn_mask, x, layout)
@@ -537,14 +533,14 @@ class ImageBackbone(PretrainedModel, nn.Module):
         for feature in self.feature_info:
             feature["reduction"] = self.patch_embed.feat_ratio()
         embed = self.patch_embed
-        self.resolve_arguments(img_size=embed.img_size, patch_size=embed.patch_size, stride=embed.stride)
+        self.resolve_arguments(img_size=embed.img_size, patch_size=embed.patch_size)
         # timm reads the current size from here to configure data.
         self._traits = {**self._traits, "img_size": embed.img_size}
 
     @property
     def _model_args(self) -> dict[str, Any]:
-        """The options with which timm builds the model again, and the version that wrote them."""
-        return {**self.saved_arguments(), "saved_by": describe_origin(self)}
+        """The options with which timm builds the model again."""
+        return self.saved_arguments()
 
     @_model_args.setter
     def _model_args(self, passed: dict[str, Any]) -> None:
@@ -560,8 +556,7 @@ class ImageBackbone(PretrainedModel, nn.Module):
     @classmethod
     def rebuild(cls, config: Mapping[str, Any], changes: Mapping[str, Any]) -> ImageBackbone:
         """Build the model of a config.json through timm, with new weights."""
-        saved = {name: value for name, value in config["model_args"].items() if name != "saved_by"}
-        model = rebuild_timm_model(config, changes, saved)
+        model, saved = rebuild_timm_model(config, changes), config["model_args"]
         padded = saved.get("dynamic_img_pad", False)
         grid = grid_of(saved["img_size"], saved["patch_size"], saved.get("stride"), padded=padded)
         if model.patch_embed.grid_size != grid:
@@ -604,8 +599,7 @@ class ImageBackbone(PretrainedModel, nn.Module):
         )
 
     def _check_pool(self, pool: str) -> str:
-        if pool not in POOLS:
-            raise ValueError(f"global_pool={pool!r} is not one of {', '.join(map(repr, POOLS))}")
+        check_choice("global_pool", pool, POOLS)
         if pool == "token" and self.class_token == "none":
             raise ValueError("global_pool='token' needs a class token")
         return pool
@@ -621,23 +615,11 @@ def _init_linear(module: nn.Linear) -> None:
         nn.init.zeros_(module.bias)
 
 
-def _keeps_stride_of_other_patches(options: Mapping[str, Any]) -> bool:
-    """Whether the stride of a saved model without overlap was kept for another patch size."""
-    stated = options.get("pretrained_model_args") or {}
-    if "patch_size" not in stated or stated.get("stride") is None:
-        return False
-    patch, stride = to_2tuple(stated["patch_size"]), to_2tuple(stated["stride"])
-    return patch == stride == to_2tuple(options["stride"]) and patch != to_2tuple(options["patch_size"])
-
-
 def create_variant(
     variant: str, pretrained: bool, chassis: Mapping[str, Any], options: Mapping[str, Any]
 ) -> ImageBackbone:
     """The model of a name in timm's registry; `options` of the caller override `chassis`."""
     options = {**chassis, **options}
-    saved_by = options.pop("saved_by", None)
-    if saved_by is not None and _keeps_stride_of_other_patches(options):
-        options["stride"] = None
     device, dtype = options.pop("device", None), options.pop("dtype", None)
     features = {"out_indices": options.pop("out_indices", 3), "feature_cls": "getter"}
     with nullcontext() if device is None else torch.device(device):
@@ -649,6 +631,4 @@ def create_variant(
             feature_cfg=features,
             **options,
         )
-    if saved_by is not None:
-        check_revisions(model, saved_by["revisions"])
     return model if dtype is None else model.to(dtype)

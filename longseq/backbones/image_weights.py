@@ -74,7 +74,9 @@ def checkpoint_filter_fn(
             state = {name.replace(old, new): value for name, value in state.items()}
     if "pos_embed" in state:
         _fit_positions(state, model, own, grid)
-    _fit_patches(state, model)
+    weight, size = state.get("patch_embed.proj.weight"), model.patch_embed.patch_size
+    if weight is not None and weight.ndim == 4 and tuple(weight.shape[-2:]) != size:  # resampled as timm does
+        state["patch_embed.proj.weight"] = resample_patch_embed(weight, list(size))
     # timm silently drops the weights of a head of another size.
     strange = [name for name in state if not name.startswith("head.") and name not in model.state_dict()]
     if strange:
@@ -140,13 +142,6 @@ def _fit_positions(state: dict[str, Tensor], model: ImageBackbone, own: int, gri
                 state[name] = state[name] + prefix[:, :count]
                 prefix = prefix[:, count:]
     state["pos_embed"] = table
-
-
-def _fit_patches(state: dict[str, Tensor], model: ImageBackbone) -> None:
-    """Resample the projection of patches to the model's patch size, as timm does."""
-    weight = state.get("patch_embed.proj.weight")
-    if weight is not None and weight.ndim == 4 and tuple(weight.shape[-2:]) != model.patch_embed.patch_size:
-        state["patch_embed.proj.weight"] = resample_patch_embed(weight, list(model.patch_embed.patch_size))
 
 
 def _from_vim(theirs: dict[str, Tensor], model: ImageBackbone) -> dict[str, Tensor]:

@@ -104,11 +104,12 @@ class LinearTextClassifier(PretrainedModel, nn.Module):
 
     @cached_property
     def _decode(self) -> Any:
-        tokenizer = (self.text or {}).get("tokenizer")
-        return _numbers_as_words if tokenizer is None else _decoder(tokenizer)
+        return _decoder((self.text or {}).get("tokenizer"))
 
 
-def _decoder(tokenizer: Mapping[str, Any]) -> Any:
+def _decoder(tokenizer: Mapping[str, Any] | None) -> Any:
+    if tokenizer is None:
+        return lambda document: " ".join(map(str, document))
     if tokenizer["kind"] == "bytes":
         return lambda document: bytes(token for token in document if token < 256).decode(errors="replace")
     from tokenizers import Tokenizer
@@ -116,10 +117,6 @@ def _decoder(tokenizer: Mapping[str, Any]) -> Any:
     library, separator = Tokenizer.from_str(tokenizer["json"]), tokenizer.get("separator")
     left_out = library.token_to_id(separator) if separator else None
     return lambda document: library.decode([t for t in document if t != left_out], skip_special_tokens=False)
-
-
-def _numbers_as_words(document: Sequence[int]) -> str:
-    return " ".join(map(str, document))
 
 
 def _split(tokens: Tensor, cu_seqlens: Tensor | Packing | None, mask: Tensor | None) -> list[list[int]]:

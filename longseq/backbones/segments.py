@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from longseq.backbones.classifier import TextClassifier
 from longseq.backbones.tokens import TokenBackbone
-from longseq.blocks.hooks import has_observers
 from longseq.blocks.pooling import Pooling
 from longseq.blocks.precision import at_least_float32
 from longseq.blocks.recompute import checkpoint_if
@@ -29,6 +28,7 @@ from longseq.blocks.sharding import has_shards, unsharded_class
 from longseq.kernels.packing import Packing
 from longseq.mixers import Mixer
 from longseq.mixers.attention import SoftmaxAttention
+from longseq.mixers.base import check_rows
 from longseq.mixers.directions import Directions
 from longseq.mixers.registry import name_of
 from longseq.mixers.window_attention import WindowAttention
@@ -104,21 +104,10 @@ def check_segments(model: nn.Module, gradient_segments: int | None = None, segme
     body: TokenBackbone = model.body  # type: ignore[assignment]
     if has_shards(model):
         raise ValueError("a model with sharded weights cannot be read in segments: take trainer=ddp")
-    if (hooked := next(_find_hooked(model), None)) is not None:  # type: ignore[arg-type]
-        raise ValueError(f"{hooked} has hooks, which reading in segments would not call")
     if segment is not None and segment < body.piece_multiple:
         raise ValueError(f"segment={segment}: the model reads chunks of {body.piece_multiple} tokens")
     if gradient_segments is not None and body.direction != "forward":
         raise ValueError(f"direction={body.direction} needs gradients of all segments: leave gradient_segments=null")
-
-
-def _find_hooked(model: TextClassifier) -> Iterator[str]:
-    """The names of parts with hooks whose submodules are called instead of them."""
-    apart: dict[str, nn.Module] = {"pooling": model.pooling}
-    for index, block in enumerate(model.body.blocks):
-        if isinstance(block.mixer, Directions):
-            apart |= {f"body.blocks.{index}": block, f"body.blocks.{index}.mixer": block.mixer}
-    yield from (name for name, part in apart.items() if has_observers(part))
 
 
 def _find_in_layer(reading: Mixer[Any] | Directions) -> str | None:
@@ -191,19 +180,11 @@ class _Step:
 
 def _as_row(tokens: Tensor, cu_seqlens: Tensor | Packing | None, mask: Tensor | None) -> tuple[Tensor, list[int]]:
     """Documents as one row `[L]` of real tokens, and their borders."""
-    if mask is not None:
-        if cu_seqlens is not None:
-            raise ValueError("mask and cu_seqlens are both given")
-        if mask.shape != tokens.shape:
-            raise ValueError(f"mask has the shape {list(mask.shape)}, and tokens {list(tokens.shape)}")
-        return tokens[mask], [0, *accumulate(mask.sum(1).tolist())]
-    if cu_seqlens is None:
-        batch, length = tokens.shape
-        return tokens.reshape(-1), [number * length for number in range(batch + 1)]
-    if tokens.shape[0] != 1:
-        raise ValueError(f"cu_seqlens needs a batch of 1, but there are {tokens.shape[0]} rows")
-    packing = cu_seqlens if isinstance(cu_seqlens, Packing) else Packing(cu_seqlens.cpu(), tokens.shape[1])
-    return tokens[0], packing.bounds
+    packing = check_rows(tokens, cu_seqlens, mask)
+    if packing is not None:
+        return tokens[0], packing.bounds
+    mask = torch.ones_like(tokens, dtype=torch.bool) if mask is None else mask
+    return tokens[mask], [0, *accumulate(mask.sum(1).tolist())]
 
 
 def _cut(bounds: Sequence[int], segment: int) -> list[_Step]:
@@ -257,7 +238,7 @@ class _RunningPooling:
             own = self._merge(gathered, own)
         if step.goes_on:
             return features.new_zeros(0, features.shape[2]), own
-        vector = self._finish(own).to(features.dtype)[None]
+        vector = (own[0] if len(own) == 1 else own[2] / own[1]).to(features.dtype)[None]
         if len(step.documents) == 1:
             return vector, None
         rest = _pack([border - size for border in step.borders[1:]], features.device)
@@ -266,36 +247,26 @@ class _RunningPooling:
     def _gather(self, features: Tensor) -> Gathered:
         """Gather the tokens `[1, T, D]` of a piece."""
         x = at_least_float32(features[0])
-        if self.kind == "mean":
-            return x.sum(0), x.new_tensor(float(len(x)))
         if self.kind == "max":
             return (x.amax(0),)
-        if self.kind == "last":
-            return (x[-1],)
-        if self.kind == "first":
-            return (x[0],)
-        score = self.pooling.scores(features)[0]
+        if self.kind in ("first", "last"):
+            return (x[-1 if self.kind == "last" else 0],)
+        # A mean is attention with equal scores.
+        score = x.new_zeros(len(x)) if self.kind == "mean" else self.pooling.scores(features)[0]
         most = score.detach().amax()
         weight = (score - most).exp()
         return most, weight.sum(), (weight[:, None] * x).sum(0)
 
     def _merge(self, one: Gathered, other: Gathered) -> Gathered:
         """Merge two consecutive parts of a document."""
-        if self.kind == "mean":
-            return one[0] + other[0], one[1] + other[1]
         if self.kind == "max":
             return (torch.maximum(one[0], other[0]),)
-        if self.kind in ("last", "first"):
+        if self.kind in ("first", "last"):
             return other if self.kind == "last" else one
         most = torch.maximum(one[0], other[0])
         scales = (one[0] - most).exp(), (other[0] - most).exp()
         total, weighted = (scales[0] * x + scales[1] * y for x, y in zip(one[1:], other[1:], strict=True))
         return most, total, weighted
-
-    def _finish(self, gathered: Gathered) -> Tensor:
-        if self.kind == "mean":
-            return gathered[0] / gathered[1]
-        return gathered[2] / gathered[1] if self.kind == "attention" else gathered[0]
 
 
 class _Stream:
@@ -315,10 +286,8 @@ class _Stream:
 
     def _read(self, step: _Step, tokens: Tensor, state: Any, gathered: Gathered | None) -> tuple[Any, Any, Any]:
         tokens, added = _embed_ngrams(step, tokens, self.model)
-        start = _place(state, len(step.documents), 0, self.body.initial_state, self.body.embedding.weight)
-        features, last = self.body.forward_features(
-            tokens, start, cu_seqlens=step.packing(self.device), output_final_state=step.goes_on, added=added
-        )
+        read = partial(self.body.forward_features, tokens, added=added)
+        features, last = _read_from(state, step, read, self.body.initial_state, self.body.embedding.weight)
         vectors, gathered = self.pooling.read(features, step, gathered)
         return vectors, last, gathered
 
@@ -372,15 +341,11 @@ class _Sweep:
 
     def _scan(self, step: _Step, block: Any, order: int, x: Any, state: Any) -> tuple[Tensor, Any]:
         """Read a step in one order of a layer; returns the output and the state for the next step in this order."""
-        backward = order == 1
-        count = len(step.documents)
-        initial = block.mixer.readers[order].initial_state
-        start = _place(state, count, count - 1 if backward else 0, initial, self.body.embedding.weight)
-        wanted = step.continues if backward else step.goes_on
-        y, last = block.mixer.read_order(
-            order, block.receive(x), start, cu_seqlens=step.packing(self.device), output_final_state=wanted
+        read, initial = (
+            partial(block.mixer.read_order, order, block.receive(x)),
+            block.mixer.readers[order].initial_state,
         )
-        return y, _row(last, 0) if backward and wanted else last
+        return _read_from(state, step, read, initial, self.body.embedding.weight, backward=order == 1)
 
     def _join(self, step: _Step, block: Any, x: Any, backward: Tensor, state: Any) -> tuple[Any, Any]:
         forward, state = self._scan(step, block, 0, x, state)
@@ -395,12 +360,8 @@ class _Sweep:
             residual[index], state = step.run(partial(self._call, step, block), residual[index], state)
 
     def _call(self, step: _Step, block: Any, x: Any, state: Any) -> tuple[Any, Any]:
-        backward, count = block.mixer.reverse, len(step.documents)
-        initial = block.mixer.initial_state
-        start = _place(state, count, count - 1 if backward else 0, initial, self.body.embedding.weight)
-        wanted = step.continues if backward else step.goes_on
-        y, last = block(x, start, cu_seqlens=step.packing(self.device), output_final_state=wanted)
-        return y, _row(last, 0) if backward and wanted else last
+        weight = self.body.embedding.weight
+        return _read_from(state, step, partial(block, x), block.mixer.initial_state, weight, block.mixer.reverse)
 
     def _read_windows(self, block: Any, residual: list[Any], steps: list[_Step]) -> None:
         """Read a layer whose tokens see a window on both sides: each step with the tokens around it."""
@@ -446,16 +407,20 @@ def _embed_ngrams(step: _Step, tokens: Tensor, model: TextClassifier) -> tuple[T
     return own, model.ngrams(own, step.positions(tokens.device), context)
 
 
-def _place(carried: Any, count: int, row: int, initial_state: Callable[..., Any], like: Tensor) -> Any:
-    """The state before `count` pieces, of which the one at `row`, first or last, continues from `carried`; or None."""
-    if carried is None or count == 1:
-        return carried
-    fresh = initial_state(count - 1, like.device, like.dtype)
-    pairs = zip(state_tensors(carried), state_tensors(fresh), strict=True)
-    joined = [torch.cat([own.to(other.dtype), other][:: 1 if row == 0 else -1]) for (_, own), (_, other) in pairs]
-    return fill_state(fresh, joined)
+def _read_from(
+    carried: Any, step: _Step, read: Callable[..., Any], initial_state: Callable[..., Any], like: Tensor,
+    backward: bool = False,
+) -> tuple[Any, Any]:  # fmt: skip
+    """Call `read` with the states before the pieces of a step, of which the first one that is read has `carried`.
 
-
-def _row(state: Any, index: int) -> Any:
-    """One row of a state, as a batch of one."""
-    return map_state(lambda x: x[index : index + 1], state)
+    Returns what `read` returns: its output, and the state for the next step.
+    """
+    others = len(step.documents) - 1
+    if carried is not None and others:
+        fresh = initial_state(others, like.device, like.dtype)
+        pairs = zip(state_tensors(carried), state_tensors(fresh), strict=True)
+        joined = [torch.cat([own.to(other.dtype), other][:: -1 if backward else 1]) for (_, own), (_, other) in pairs]
+        carried = fill_state(fresh, joined)
+    wanted = step.continues if backward else step.goes_on
+    y, last = read(carried, cu_seqlens=step.packing(like.device), output_final_state=wanted)
+    return y, map_state(lambda x: x[:1], last) if backward and wanted else last

@@ -18,6 +18,7 @@ from timm.layers import Mlp, trunc_normal_
 from timm.models import checkpoint
 from torch import Tensor, nn
 
+from longseq.arguments import check_choice
 from longseq.backbones.generation import Continuation, Sampling, TokenSampler
 from longseq.backbones.stack import build_blocks, mixer_options_of
 from longseq.backbones.vocabulary_loss import SummedLoss, sum_scored, summed_loss, token_losses
@@ -142,9 +143,8 @@ class TokenBackbone(PretrainedModel, nn.Module):
     ) -> None:
         super().__init__()
         restore_rng_state = save_rng_state()
-        for name, value, known in (("direction", direction, DIRECTIONS), ("positions", positions, POSITIONS)):
-            if value not in known:
-                raise ValueError(f"{name}={value!r} is not one of {', '.join(known)}")
+        check_choice("direction", direction, DIRECTIONS)
+        check_choice("positions", positions, POSITIONS)
         if mlp in ("rwkv", "rwkv7") and direction != "forward":
             raise ValueError(f"mlp={mlp!r} reads the token before, which direction={direction!r} does not have")
         self.mixer_name = spell_pattern(mixer)
@@ -276,7 +276,6 @@ class TokenBackbone(PretrainedModel, nn.Module):
         output_final_state = output_final_state and self.direction == "forward"
         if state is not None:
             self._check_forward("a state")
-            self._check_layers(state)
         layers, position = (None, None) if state is None else state
         packing, places = pack_like(cu_seqlens, tokens), None
         if self.positions is not None:
@@ -285,9 +284,9 @@ class TokenBackbone(PretrainedModel, nn.Module):
         x = self.embed(tokens, places, added)
         states = []
         options: dict[str, Any] = {"cu_seqlens": packing, "mask": mask, "output_final_state": output_final_state}
-        for index, block in enumerate(self.blocks):
+        for block, layer in zip(self.blocks, layers or len(self.blocks) * (None,), strict=True):
             run = partial(checkpoint, block) if self.grad_checkpointing and self.training else block
-            x, layer = run(x, None if layers is None else layers[index], **options)
+            x, layer = run(x, layer, **options)
             if layer is not None and max_length is not None:
                 layer = block.change_mixer_state(layer, partial(block.mixer.preallocate, max_length=max_length))
             states.append(layer)
@@ -297,7 +296,9 @@ class TokenBackbone(PretrainedModel, nn.Module):
     @gathers_parameters
     def forward_head(self, features: Tensor) -> Tensor:
         """Score the vocabulary by features `[..., d_model]`: `[..., vocab_size]`."""
-        return self._score(features)
+        if self.head is not None:
+            return self.head(features)
+        return nn.functional.linear(features, self.tied_weight(features.device))
 
     @gathers_parameters
     def summed_loss(self, features: Tensor, target: Tensor, *, z_loss: float = 0.0) -> SummedLoss:
@@ -314,13 +315,12 @@ class TokenBackbone(PretrainedModel, nn.Module):
     @gathers_parameters
     def token_losses(self, features: Tensor, target: Tensor) -> Tensor:
         """The loss of each target `[...]` for features `[..., d_model]`, as in `summed_loss`, without a gradient."""
-        return token_losses(features, self._score, self.vocab_size, target)
+        return token_losses(features, self.forward_head, self.vocab_size, target)
 
     @gathers_parameters
     def step(self, token: Tensor, state: TokenState) -> tuple[Tensor, TokenState]:
         """Read one more token `[B]`: logits `[B, vocab_size]` and the next state. The model must read forward."""
         self._check_forward("step")
-        self._check_layers(state)
         position = state.position
         check_state_rows(position, token.shape[0])
         x = self.embed(token, position)
@@ -405,11 +405,6 @@ class TokenBackbone(PretrainedModel, nn.Module):
         sampler.check()
         return tokens
 
-    def _score(self, features: Tensor) -> Tensor:
-        if self.head is not None:
-            return self.head(features)
-        return nn.functional.linear(features, self.tied_weight(features.device))
-
     def tied_weight(self, device: torch.device) -> Tensor:
         """The embeddings of all tokens, by which a model without a head scores features on `device`."""
         # An adapter replaces the layer, and has the unadapted `weight`. Offloading replaces its `forward`, and leaves a
@@ -434,11 +429,6 @@ class TokenBackbone(PretrainedModel, nn.Module):
     def _check_forward(self, what: str) -> None:
         if self.direction != "forward":
             raise ValueError(f"direction={self.direction!r}: {what} needs a model with direction='forward'")
-
-    def _check_layers(self, state: TokenState) -> None:
-        """Raise ValueError for the state of a model with another number of blocks."""
-        if len(state.layers) != len(self.blocks):
-            raise ValueError(f"the state has {len(state.layers)} layers and the model {len(self.blocks)}")
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute each block in the backward pass instead of keeping its activations."""

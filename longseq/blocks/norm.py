@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from timm.layers import register_notrace_module
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -44,10 +43,6 @@ class RMSNorm(nn.RMSNorm):
         return add_norm(x, weight, eps=self.eps, backend=self.backend)[1]
 
 
-# Not a decorator: timm declares that it returns nn.Module, which would hide the class from type checkers.
-register_notrace_module(RMSNorm)
-
-
 class ResidualRMSNorm(RMSNorm):
     """RMS norm of a residual in float32; the result has autocast's type, or else the weight's."""
 
@@ -57,9 +52,6 @@ class ResidualRMSNorm(RMSNorm):
         dtype = product_dtype(self.weight)
         total, y = add_norm(x, self.weight, branch=branch, eps=self.eps, dtype=dtype, backend=self.backend)
         return y if branch is None else (total, y)
-
-
-register_notrace_module(ResidualRMSNorm)
 
 
 class ResidualLayerNorm(nn.LayerNorm):
@@ -75,9 +67,6 @@ class ResidualLayerNorm(nn.LayerNorm):
         options: dict[str, Any] = {"eps": self.eps, "dtype": product_dtype(self.weight), "backend": self.backend}
         total, y = add_norm(x, self.weight, bias=self.bias, branch=branch, centred=True, **options)
         return y if branch is None else (total, y)
-
-
-register_notrace_module(ResidualLayerNorm)
 
 
 def add_and_norm(norm: nn.Module, x: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:

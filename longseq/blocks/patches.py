@@ -46,10 +46,6 @@ class PatchProjection(nn.Conv2d):
         return functional.linear(patches.flatten(3), self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
 
 
-# timm's tools keep the module whole in their traces. (A decorator would hide the class's type.)
-layers.register_notrace_module(PatchProjection)
-
-
 class PatchDropout(layers.PatchDropout):
     """timm's patch dropout that keeps the order of the patches, which recurrent mixers read."""
 
@@ -60,9 +56,6 @@ class PatchDropout(layers.PatchDropout):
     def forward(self, x: Tensor) -> Tensor:
         """Drop random patches of each image of `x [B, N, D]` in training: `[B, max(1, int((1 - prob) N)), D]`."""
         return super().forward(x)
-
-
-layers.register_notrace_module(PatchDropout)
 
 
 class PatchEmbed(layers.PatchEmbed):

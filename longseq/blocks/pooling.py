@@ -6,6 +6,7 @@ import torch
 from timm.layers import trunc_normal_
 from torch import Tensor, nn
 
+from longseq.arguments import check_choice
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels.packing import Packing
 from longseq.kernels.precision import without_autocast
@@ -31,8 +32,7 @@ class Pooling(nn.Module):
 
     def __init__(self, kind: str, d_model: int) -> None:
         super().__init__()
-        if kind not in POOLINGS:
-            raise ValueError(f"pooling={kind!r} is not one of {', '.join(POOLINGS)}")
+        check_choice("pooling", kind, POOLINGS)
         self.kind = kind
         self.projection = nn.Linear(d_model, d_model) if kind == "attention" else None
         self.query = nn.Linear(d_model, 1, bias=False) if kind == "attention" else None

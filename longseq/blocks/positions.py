@@ -12,6 +12,7 @@ from timm.layers import resample_abs_pos_embed
 from torch import Tensor
 from torch.nn import functional
 
+from longseq.arguments import check_choice
 from longseq.blocks.precision import at_least_float32
 from longseq.blocks.traces import makes_trace
 
@@ -29,8 +30,7 @@ class Layout(NamedTuple):
 
 def layout_of(height: int, width: int, place: str, registers: int = 0) -> Layout:
     """Lay out a patch grid with a class token at `place`, one of `TOKEN_PLACES`, then registers, or only registers."""
-    if place not in TOKEN_PLACES:
-        raise ValueError(f"class_token={place!r} is not one of {', '.join(TOKEN_PLACES)}")
+    check_choice("class_token", place, TOKEN_PLACES)
     token = {"middle": height * width // 2, "first": 0, "none": 0 if registers else None}[place]
     return Layout(height, width, token, registers + (place != "none"))
 

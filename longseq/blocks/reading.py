@@ -1,15 +1,12 @@
-"""The reading of a sequence by a layer: its interface, and the orders in which tokens are read."""
+"""The orders in which a layer reads the tokens of a sequence."""
 
 from __future__ import annotations
-
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from longseq.arguments import check_choice
 from longseq.blocks.positions import Layout, split_prefix
-from longseq.kernels.packing import Packing
-from longseq.state import StateT
 
 DIRECTIONS = ("forward", "bidirectional", "cross", "alternating")
 
@@ -19,43 +16,6 @@ FORWARD, BACKWARD, COLUMNS, COLUMNS_BACKWARD = "forward", "backward", "columns",
 REVERSED = {BACKWARD: FORWARD, COLUMNS_BACKWARD: COLUMNS}
 
 
-class Reading(Protocol[StateT]):
-    """The part of a residual block that mixes tokens: `y, state = reading(x, state)`.
-
-    `longseq.mixers.Mixer` reads in one direction, `longseq.mixers.directions.Directions` in several. `orders` names the
-    orders in which the tokens are read.
-    """
-
-    makes_values: bool
-    reads_values: bool
-
-    @property
-    def orders(self) -> tuple[str, ...]: ...
-
-    def __call__(
-        self,
-        x: Tensor,
-        state: StateT | None = None,
-        *,
-        layout: Layout | None = None,
-        cu_seqlens: Tensor | Packing | None = None,
-        mask: Tensor | None = None,
-        output_final_state: bool = True,
-    ) -> tuple[Tensor, StateT | None]:
-        """Read `x [B, T, D]`; the arguments are those of `longseq.mixers.Mixer.forward`, and `layout` is needed for
-        columns.
-
-        Returns:
-            `y [B, T, D]`, and the state after the last real token, or None. A reading of several directions has none.
-        """
-
-    def step(self, x: Tensor, state: StateT) -> tuple[Tensor, StateT]:
-        """Read one more token `x [B, D]`; ValueError where a token's output depends on later tokens."""
-
-    def flops(self, tokens: int) -> int:
-        """Count the floating-point operations over one sequence; a multiply-add counts as two."""
-
-
 def reading_orders(direction: str, layer: int = 0) -> tuple[str, ...]:
     """Name the orders in which the layer with index `layer` reads for `direction`.
 
@@ -63,20 +23,13 @@ def reading_orders(direction: str, layer: int = 0) -> tuple[str, ...]:
     of an image both ways; alternating reads forward in even layers and backward in odd ones. ValueError for other
     directions.
     """
-    if direction not in DIRECTIONS:
-        raise ValueError(f"direction={direction!r} is not one of {', '.join(DIRECTIONS)}")
+    check_choice("direction", direction, DIRECTIONS)
     return {
         "forward": (FORWARD,),
         "bidirectional": (FORWARD, BACKWARD),
         "cross": (FORWARD, BACKWARD, COLUMNS, COLUMNS_BACKWARD),
         "alternating": (BACKWARD,) if layer % 2 else (FORWARD,),
     }[direction]
-
-
-def are_pairs(orders: tuple[str, ...]) -> bool:
-    """Whether orders come in pairs, one and its reverse."""
-    pairs = zip(orders[::2], orders[1::2], strict=False)
-    return len(orders) % 2 == 0 and all(REVERSED.get(backward) == forward for forward, backward in pairs)
 
 
 def reorder(x: Tensor, order: str, layout: Layout | None) -> Tensor:

@@ -14,7 +14,6 @@ from longseq.blocks.hooks import has_observers, step_by_call
 from longseq.blocks.norm import add_and_norm
 from longseq.blocks.positions import Layout
 from longseq.blocks.precision import product_dtype
-from longseq.blocks.reading import Reading
 from longseq.blocks.sharding import gathers_parameters
 from longseq.kernels.packing import Packing, pack_like
 from longseq.state import Device, StateT, StateTree, loadable
@@ -66,16 +65,14 @@ class Block(nn.Module, Generic[StateT]):
     the residual, as `Carried`, from the layer that makes them on.
 
     Args:
-        mixer, norm: the reading and its norm.
+        mixer, norm: a `longseq.mixers.Mixer` or `longseq.mixers.Directions`, and the norm of its input.
         mlp, mlp_norm: the channel mixer and its norm, both or neither.
         drop_path: probability of dropping a branch of a row, or of a packed sequence, in training.
     """
 
-    mixer: Reading[StateT]
-
     def __init__(
         self,
-        mixer: Reading[StateT],
+        mixer: Any,
         norm: nn.Module,
         *,
         mlp: nn.Module | None = None,
@@ -100,7 +97,7 @@ class Block(nn.Module, Generic[StateT]):
         mask: Tensor | None = None,
         output_final_state: bool = True,
     ) -> tuple[Any, StateT | None]:
-        """Transform `x [B, T, D]`; arguments and results are as for `longseq.blocks.reading.Reading`."""
+        """Transform `x [B, T, D]`; arguments and results are as for `longseq.mixers.Mixer.forward`."""
         own, shift = self._split(state)
         packing = pack_like(cu_seqlens, residual_of(x))
         options: dict[str, Any] = {"cu_seqlens": packing, "mask": mask, "output_final_state": output_final_state}
@@ -129,8 +126,7 @@ class Block(nn.Module, Generic[StateT]):
 
     def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> StateT:
         """Return the state before the first token, of a block that reads in one direction."""
-        mixer: Any = self.mixer
-        state = mixer.initial_state(batch, device, dtype)
+        state = self.mixer.initial_state(batch, device, dtype)
         if not isinstance(self.mlp, ChannelMixing):
             return state
         return self._join(state, self.mlp.initial_state(batch, device, dtype))

@@ -40,6 +40,16 @@ def rotary_angles(
     return (cosine, sine) if magnitude == 1 else (cosine * magnitude, sine * magnitude)
 
 
+def shared_angles(
+    x: Tensor, positions: Tensor, base: float, scaling: Mapping[str, Any], packing: Packing | None
+) -> tuple[Tensor, Tensor]:
+    """`rotary_angles`, once for all layers of packed sequences that begin here; `packing` is None for other tokens."""
+    if packing is None:
+        return rotary_angles(x, positions, base, scaling)
+    key = ("rotary", x.shape[-1], base, *scaling.items(), x.dtype)
+    return packing.once(key, lambda: rotary_angles(x, positions, base, scaling))
+
+
 def check_rotary(scaling: Mapping[str, Any] | None) -> None:
     """Raise ValueError for a `scaling` that `rotary_angles` does not know, or keys that it would ignore.
 

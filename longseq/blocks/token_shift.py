@@ -53,7 +53,8 @@ def shift_tokens(x: Tensor, start: Tensor, *, packing: Packing | None = None, re
         return torch.cat([x, first], dim=1)[:, 1:] if reverse else torch.cat([first, x], dim=1)[:, :-1]
     edge = torch.zeros_like(x[:, :1])
     shifted = torch.cat([x[:, 1:], edge] if reverse else [edge, x[:, :-1]], dim=1)
-    is_first = first_places(packing, reverse).view(-1, *[1] * (x.dim() - 2))
+    first = packing.positions == (packing.lengths[packing.sequence] - 1 if reverse else 0)
+    is_first = first.view(-1, *[1] * (x.dim() - 2))
     return torch.where(is_first, start[packing.sequence].unsqueeze(0), shifted)
 
 
@@ -69,8 +70,3 @@ def latest_token(x: Tensor, *, packing: Packing | None = None, reverse: Reverse 
     place = packing.cu_seqlens[:-1] if reverse else packing.cu_seqlens[1:] - 1
     latest = x[0, place.clamp(0, x.shape[1] - 1)]
     return latest.masked_fill((packing.lengths == 0).view(-1, *[1] * (latest.dim() - 1)), 0)
-
-
-def first_places(packing: Packing, reverse: Reverse) -> Tensor:
-    """A mask `[T]` of the tokens that are read first in their sequence."""
-    return packing.positions == (packing.lengths[packing.sequence] - 1 if reverse else 0)

@@ -35,11 +35,11 @@ from longseq.mixers import (  # noqa: F401 - importing a module registers its mi
     vla,
     window_attention,
 )
-from longseq.mixers.base import Mixer
+from longseq.mixers.base import Mixer, ScanOptions
 from longseq.mixers.cards import MixerCard, list_mixers
 from longseq.mixers.contract import LAWS, ContractError, check
 from longseq.mixers.directions import Directions, make_reading, named_readings
-from longseq.mixers.registry import check_revisions, create, get, mixer_names, mixer_revisions, options, register
+from longseq.mixers.registry import create, get, mixer_names, options, register
 
 __all__ = [
     "LAWS",
@@ -47,14 +47,13 @@ __all__ = [
     "Directions",
     "Mixer",
     "MixerCard",
+    "ScanOptions",
     "check",
-    "check_revisions",
     "create",
     "get",
     "list_mixers",
     "make_reading",
     "mixer_names",
-    "mixer_revisions",
     "named_readings",
     "options",
     "register",

@@ -12,9 +12,7 @@ from longseq.arguments import takes_also
 from longseq.blocks.pairs import repeat_rows
 from longseq.kernels import cumulative_softmax, cumulative_softmax_step
 from longseq.kernels.cumulative_softmax import NOTHING
-from longseq.kernels.packing import Packing
-from longseq.kernels.reading import Reverse
-from longseq.mixers.base import Device
+from longseq.mixers.base import Device, ScanOptions
 from longseq.mixers.registry import register
 from longseq.mixers.slots import SlotMixer, SlotState
 
@@ -67,19 +65,16 @@ class BoundedMemoryControl(SlotMixer):
         return state._replace(normalizer=torch.full_like(state.keys[..., 0], NOTHING))
 
     def write(
-        self, logits: Tensor, normalizer: Tensor | None, cu_seqlens: Tensor | Packing | None, mask: Tensor | None,
-        reverse: Reverse, keep: bool = False,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+        self, logits: Tensor, normalizer: Tensor | None, options: ScanOptions
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         logits = logits.unflatten(-1, (self.num_heads, self.num_slots))
-        real = None if mask is None else mask[..., None, None]
+        real = None if options.mask is None else options.mask[..., None, None]
         logits = logits if real is None else logits.masked_fill(~real, NOTHING)
-        options = self.call_options(keep, cu_seqlens, reverse)
-        g, normalizer = cumulative_softmax(logits, initial_state=normalizer, **options)
+        g, normalizer = cumulative_softmax(logits, initial_state=normalizer, **self.call_options(options))
         return *self._gates(g if real is None else g * real), normalizer
 
     def write_pair(self, backward: Self, logits: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        g, write, _ = self.write(repeat_rows(logits), None, None, repeat_rows(mask), "second_half")
-        return g, write
+        return self.write(repeat_rows(logits), None, ScanOptions.of_pair(mask))[:2]
 
     def write_step(self, logits: Tensor, normalizer: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
         assert normalizer is not None

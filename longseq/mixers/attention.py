@@ -10,14 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from longseq.arguments import check_choice
 from longseq.blocks.norm import RMSNorm
 from longseq.blocks.packing import front_places, scatter_tokens, unpack_rows
-from longseq.blocks.rotary import check_rotary, count_positions, rotary_angles, rotate_pairs
+from longseq.blocks.rotary import check_rotary, count_positions, rotate_pairs, shared_angles
 from longseq.kernels.dispatch import is_exporting
 from longseq.kernels.packed_attention import packed_attention
 from longseq.kernels.packed_attention.attend import attend, attend_filled
-from longseq.kernels.packing import Packing, pack_like
-from longseq.mixers.base import Device, Mixer, required
+from longseq.kernels.packing import Packing
+from longseq.mixers.base import ALL_TOKENS, Device, Mixer, ScanOptions, required
 from longseq.mixers.heads import check_groups, choose_heads
 from longseq.mixers.registry import register
 
@@ -86,8 +87,7 @@ class SoftmaxAttention(Mixer[KeyValueState | KeyValueCache]):
         width = d_model if num_heads is None or head_dim is None else num_heads * head_dim
         self.num_heads, self.head_dim = choose_heads(width, num_heads, head_dim, preferred=64)
         self.num_kv_heads = check_groups(self.num_heads, num_kv_heads)
-        if qk_norm not in QK_NORMS:
-            raise ValueError(f"qk_norm={qk_norm!r} is not one of {', '.join(QK_NORMS)}")
+        check_choice("qk_norm", qk_norm, QK_NORMS)
         check_rotary(rotary_scaling)
         self.causal = causal
         self.rotary = rotary
@@ -104,23 +104,16 @@ class SoftmaxAttention(Mixer[KeyValueState | KeyValueCache]):
             self.q_norm, self.k_norm = (RMSNorm(count * self.head_dim, **options) for count in heads)
 
     def scan(
-        self,
-        projected: Tensor,
-        state: KeyValueState | KeyValueCache | None = None,
-        *,
-        cu_seqlens: Tensor | Packing | None = None,
-        mask: Tensor | None = None,
-        output_final_state: bool = True,
+        self, projected: Tensor, state: KeyValueState | KeyValueCache | None = None, options: ScanOptions = ALL_TOKENS
     ) -> tuple[Tensor, KeyValueState | KeyValueCache | None]:
         if state is not None and not self.causal:
             raise ValueError("non-causal attention has no state to continue from; build it with causal=True")
         if isinstance(state, KeyValueCache):
-            options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "mask": mask, "output_final_state": output_final_state}
-            y, last = self.scan(projected, self._listed(state), **options)
+            y, last = self.scan(projected, self._listed(state), options)
             if last is None:
                 return y, None
             return y, self._cached(KeyValueState(*last), state.key.shape[1], state.key.dtype)
-        packing = pack_like(cu_seqlens, projected)
+        packing, mask, _, output_final_state = options
         positions, length = None, None
         if self.causal or self.rotary:  # nothing else reads positions
             start = None if state is None else state.length
@@ -185,12 +178,7 @@ class SoftmaxAttention(Mixer[KeyValueState | KeyValueCache]):
             q = required(self.q_norm)(q.flatten(-2)).unflatten(-1, (self.num_heads, -1))
             k = required(self.k_norm)(k.flatten(-2)).unflatten(-1, (self.num_kv_heads, -1))
         if self.rotary:
-            places, base, scaling = required(positions), self.rotary_base, self.rotary_scaling
-            if packing is None:
-                angles = rotary_angles(q, places, base, scaling)
-            else:  # positions in each sequence, the same in all layers
-                key = ("rotary", self.head_dim, base, *scaling.items(), q.dtype)
-                angles = packing.once(key, lambda: rotary_angles(q, places, base, scaling))
+            angles = shared_angles(q, required(positions), self.rotary_base, self.rotary_scaling, packing)
             q, k = (rotate_pairs(x, *angles) for x in (q, k))
         return q, k, v
 
@@ -229,11 +217,11 @@ class Attention(SoftmaxAttention):
         return KeyValueState(empty, empty, torch.zeros(batch, dtype=torch.long, device=device))
 
     def scan(
-        self, projected: Tensor, state: KeyValueState | KeyValueCache | None = None, **options: Any
+        self, projected: Tensor, state: KeyValueState | KeyValueCache | None = None, options: ScanOptions = ALL_TOKENS
     ) -> tuple[Tensor, KeyValueState | KeyValueCache | None]:
-        if is_exporting() and isinstance(state, KeyValueCache) and options.get("mask") is None:
+        if is_exporting() and isinstance(state, KeyValueCache) and options.mask is None:
             return self._read_on(projected, state)
-        return super().scan(projected, state, **options)
+        return super().scan(projected, state, options)
 
     def _read_on(self, projected: Tensor, cache: KeyValueCache) -> tuple[Tensor, KeyValueCache]:
         """`scan` in exported graphs: writes into the cache, which fails without room, and reads its filled slots."""

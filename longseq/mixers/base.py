@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
-from typing import Any, ClassVar, Generic, TypeVar, get_args
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, get_args
 
 import torch
-from timm.layers import register_notrace_module
 from torch import Tensor, nn
 from typing_extensions import Self
 
 from longseq.arguments import KeepsArguments
 from longseq.blocks.hooks import has_observers, step_by_call
+from longseq.blocks.pairs import repeat_rows
 from longseq.blocks.positions import Layout
 from longseq.blocks.reading import BACKWARD, FORWARD
 from longseq.blocks.recompute import checkpoint_if
@@ -22,7 +22,31 @@ from longseq.kernels.checks import check_mask
 from longseq.kernels.dispatch import backend_of_local, backend_of_step, is_exporting
 from longseq.kernels.packing import Packing, pack_like
 from longseq.kernels.reading import Reverse
-from longseq.state import Device, StateT, loadable, map_state
+from longseq.state import Device, StateT, loadable, map_state, state_tensors
+
+
+class ScanOptions(NamedTuple):
+    """How a scan reads its tokens.
+
+    cu_seqlens: the borders of sequences packed into one row.
+    mask: `[B, T]`, True at real tokens.
+    reverse: True reads from the last token to the first; the given state is then the state after the tokens behind the
+        last one. "second_half" does so for the second half of the batch.
+    output_final_state: False skips the state.
+    """
+
+    cu_seqlens: Packing | None = None
+    mask: Tensor | None = None
+    reverse: Reverse = False
+    output_final_state: bool = True
+
+    @classmethod
+    def of_pair(cls, mask: Tensor | None) -> ScanOptions:
+        """For rows `[2 B, ...]` that two mixers read, the second half backward; `mask` is that of B rows."""
+        return cls(mask=repeat_rows(mask), reverse="second_half", output_final_state=False)
+
+
+ALL_TOKENS = ScanOptions()
 
 
 class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
@@ -47,8 +71,7 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
         learning_rate_scales: parameters that learn at a multiple of the others' rate, and the multiple.
         options_in_turn: options that also take a list, which a model hands out in turn over its layers of this mixer.
         supports_noncausal: the constructor takes `causal=False`, with which one pass sees all tokens.
-        reads_backwards: `scan` takes `reverse`. True reads from the last token to the first; the given state is then
-            the state after the tokens behind the last one. "second_half" does so for the second half of the batch.
+        reads_backwards: `scan` follows `ScanOptions.reverse`; other mixers are given flipped tokens.
         reads_pairs: the class defines `scan_pair`.
         growing_state: the state keeps all tokens, in their type. False: its size is constant, and its floating-point
             tensors are float32 (float64 for float64 inputs). An instance may override True by False.
@@ -59,8 +82,6 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
 
     Attributes:
         arguments: the constructor's arguments (see `KeepsArguments`).
-        revision: increases whenever the layer computes another function of its weights. Checkpoints of another revision
-            are refused (see `check_revisions`).
         reverse: set by models: read from the last token to the first. `forward` then takes the state of the tokens
             after `x` and returns the state before them with `x` read; `step` reads the token before that.
         recompute: set by models: the backward pass repeats `scan` instead of saving its activations.
@@ -84,7 +105,6 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
 
     growing_state: bool = False
     piece_multiple: int = 1
-    revision: int = 1
     reverse: bool = False
     recompute: bool = False
     makes_values: bool = False
@@ -156,41 +176,26 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
         """
         packing = check_rows(x, cu_seqlens, mask)
         check_state_rows(state, x.shape[0] if packing is None else packing.count)
-        y, state = self.read(
-            x if projected else self.project_in(hide_padding(x, mask)),
-            state,
-            reverse=self.reverse if reverse is None else reverse,
-            cu_seqlens=packing,
-            mask=mask,
-            output_final_state=output_final_state,
-        )
+        options = ScanOptions(packing, mask, self.reverse if reverse is None else reverse, output_final_state)
+        y, state = self.read(x if projected else self.project_in(hide_padding(x, mask)), state, options)
         return y if projected else self.project_out(y), state
 
     def read(
-        self,
-        projected: Tensor,
-        state: StateT | None = None,
-        *,
-        reverse: Reverse = False,
-        cu_seqlens: Packing | None = None,
-        mask: Tensor | None = None,
-        output_final_state: bool = True,
+        self, projected: Tensor, state: StateT | None = None, options: ScanOptions = ALL_TOKENS
     ) -> tuple[Tensor, StateT | None]:
         """`scan` in either direction, with activation checkpointing if the model sets `recompute`.
 
-        `reverse=True` reads each sequence from its last token to its first; mixers without `reads_backwards` flip the
-        tokens before and after the scan. `reverse="second_half"` needs `reads_backwards`.
+        Mixers without `reads_backwards` flip the tokens before and after the scan; "second_half" is not for them.
         """
+        packing, mask, reverse, _ = options
         turned = bool(reverse) and not self.reads_backwards
-        options: dict[str, Any] = {"reverse": reverse} if self.reads_backwards else {}
         if turned:
             assert reverse is True
             projected, mask = projected.flip(1), None if mask is None else mask.flip(1)
-            if cu_seqlens is not None:  # the last sequence comes first, and so does its state
-                cu_seqlens, state = cu_seqlens.turned(), map_state(lambda x: x.flip(0), state)
-        packing = cu_seqlens
-        options |= {"cu_seqlens": packing, "mask": mask, "output_final_state": output_final_state}
-        y, last = checkpoint_if(self.recompute and self.recomputable, self.scan, projected, state, **options)
+            if packing is not None:  # the last sequence comes first, and so does its state
+                packing, state = packing.turned(), map_state(lambda x: x.flip(0), state)
+            options = options._replace(cu_seqlens=packing, mask=mask, reverse=False)
+        y, last = checkpoint_if(self.recompute and self.recomputable, self.scan, projected, state, options)
         if turned:
             y, last = y.flip(1), last if packing is None else map_state(lambda x: x.flip(0), last)
         return y, last
@@ -236,13 +241,7 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
         return self.out_proj(y)
 
     def scan(
-        self,
-        projected: Tensor,
-        state: StateT | None = None,
-        *,
-        cu_seqlens: Tensor | Packing | None = None,
-        mask: Tensor | None = None,
-        output_final_state: bool = True,
+        self, projected: Tensor, state: StateT | None = None, options: ScanOptions = ALL_TOKENS
     ) -> tuple[Tensor, StateT | None]:
         """Scan projected tokens `[B, T, P]` along the sequence; returns `[B, T, I]`, and the state if it is wanted."""
         raise NotImplementedError
@@ -265,12 +264,12 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
         """True if a scan must compute its last state: the caller wants it, or a callback watches."""
         return wanted or self.observed is not None
 
-    def call_options(self, keep: bool, cu_seqlens: Tensor | Packing | None, reverse: Reverse = False) -> dict[str, Any]:
-        """The options of an operation over sequences; `keep` asks for the last state."""
+    def call_options(self, options: ScanOptions) -> dict[str, Any]:
+        """The options of an operation over sequences, except for the mask."""
         return {
-            "output_final_state": self.needs_state(keep),
-            "cu_seqlens": cu_seqlens,
-            "reverse": reverse,
+            "output_final_state": self.needs_state(options.output_final_state),
+            "cu_seqlens": options.cu_seqlens,
+            "reverse": options.reverse,
             "backend": self.backend,
         }
 
@@ -331,11 +330,6 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
             setattr(self, name, None)
 
 
-# torch.fx must not trace into mixers: operations choose their backend by properties that its tensors do not have.
-# (Not a decorator: timm declares that it returns nn.Module, which would hide the class from type checkers.)
-register_notrace_module(Mixer)
-
-
 def check_rows(x: Tensor, cu_seqlens: Tensor | Packing | None, mask: Tensor | None) -> Packing | None:
     """Return the packing of tokens `x [B, T, ...]`, or None; ValueError if the packing or mask does not fit."""
     if cu_seqlens is not None and mask is not None:
@@ -347,12 +341,9 @@ def check_rows(x: Tensor, cu_seqlens: Tensor | Packing | None, mask: Tensor | No
 
 def check_state_rows(state: Any, rows: int) -> None:
     """Raise ValueError if the tensors of a state do not have `rows` rows."""
-    if isinstance(state, Tensor):
-        if not is_exporting() and state.dim() and state.shape[0] != rows:
-            raise ValueError(f"the state is one of {state.shape[0]} sequences, and {rows} are read")
-    elif isinstance(state, tuple | list):
-        for part in state:
-            check_state_rows(part, rows)
+    for _, part in [] if is_exporting() else state_tensors(state):
+        if part.dim() and part.shape[0] != rows:
+            raise ValueError(f"the state is one of {part.shape[0]} sequences, and {rows} are read")
 
 
 def hide_padding(x: Tensor, mask: Tensor | None) -> Tensor:

@@ -9,15 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from longseq.arguments import check_choice
 from longseq.blocks.convolution import ShortConvolution
 from longseq.blocks.linear import UpcastLinear
 from longseq.blocks.packing import pack_rows, rows_of, unpack_rows
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels.dispatch import is_exporting
-from longseq.kernels.packing import Packing, pack_like
 from longseq.kernels.precision import without_autocast
-from longseq.kernels.reading import Reverse
-from longseq.mixers.base import Mixer, memory_dtype
+from longseq.mixers.base import ALL_TOKENS, Device, Mixer, ScanOptions, memory_dtype
 from longseq.mixers.long_convolution import Reading, convolution_flops
 from longseq.mixers.registry import register
 
@@ -90,8 +89,7 @@ class BaseConv(Mixer[BaseConvState | ShortBaseConvState]):
         backend: str = "auto",
     ) -> None:
         super().__init__(d_model, backend=backend)
-        if filter not in FILTERS:
-            raise ValueError(f"filter={filter!r} is not one of {', '.join(FILTERS)}")
+        check_choice("filter", filter, FILTERS)
         if filter != "short" and backend not in ("auto", "torch"):
             raise ValueError(f"filter={filter!r} has no backend {backend!r}")
         self.max_length = max_length
@@ -124,31 +122,24 @@ class BaseConv(Mixer[BaseConvState | ShortBaseConvState]):
         self,
         projected: Tensor,
         state: BaseConvState | ShortBaseConvState | None = None,
-        *,
-        cu_seqlens: Tensor | Packing | None = None,
-        mask: Tensor | None = None,
-        reverse: Reverse = False,
-        output_final_state: bool = True,
+        options: ScanOptions = ALL_TOKENS,
     ) -> tuple[Tensor, BaseConvState | ShortBaseConvState | None]:
         x, gate = projected.chunk(2, dim=-1)
-        packing = pack_like(cu_seqlens, projected)
         following: BaseConvState | ShortBaseConvState | None
         if isinstance(self.filter, ShortConvolution):
             past = None if state is None else state[0]
-            y, last = self.filter(
-                x, past, cu_seqlens=packing, mask=mask, reverse=reverse, output_final_state=output_final_state
-            )
+            y, last = self.filter(x, past, **options._asdict())
             following = None if last is None else ShortBaseConvState(last)
         else:
             assert state is None or isinstance(state, BaseConvState)
-            y, following = self._convolve(x, self.filter, state, packing, mask, reverse)
-        return self._gate(y, gate), following if output_final_state else None
+            y, following = self._convolve(x, self.filter, state, options)
+        return self._gate(y, gate), following if options.output_final_state else None
 
     def _convolve(
-        self, x: Tensor, filters: ImplicitFilter | ExplicitFilter, state: BaseConvState | None,
-        packing: Packing | None, mask: Tensor | None, reverse: Reverse,
-    ) -> tuple[Tensor, BaseConvState]:  # fmt: skip
+        self, x: Tensor, filters: ImplicitFilter | ExplicitFilter, state: BaseConvState | None, options: ScanOptions
+    ) -> tuple[Tensor, BaseConvState]:
         """Convolve tokens `[B, T, d_model]` with a long filter."""
+        packing, mask, reverse, _ = options
         if packing is not None:
             x, mask = unpack_rows(x, packing), rows_of(packing)
         past, before = (None, None) if state is None else state
@@ -174,7 +165,7 @@ class BaseConv(Mixer[BaseConvState | ShortBaseConvState]):
         return y.squeeze(1), following
 
     def initial_state(
-        self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+        self, batch: int, device: Device = None, dtype: torch.dtype | None = None
     ) -> BaseConvState | ShortBaseConvState:
         if isinstance(self.filter, ShortConvolution):
             return ShortBaseConvState(self.filter.initial_state(batch, device, memory_dtype(dtype)))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from longseq.arguments import takes_also
 from longseq.blocks.precision import at_least_float32
 from longseq.mixers.linear_attention import LinearAttention
 from longseq.mixers.registry import register
@@ -35,17 +37,9 @@ class Based(LinearAttention):
 
     paper = "Based (arXiv:2402.18668), section 4"
 
-    def __init__(
-        self,
-        d_model: int,
-        *,
-        feature_dim: int = 16,
-        num_heads: int | None = None,
-        head_dim: int | None = None,
-        eps: float = 1e-12,
-        backend: str = "auto",
-    ) -> None:
-        super().__init__(d_model, num_heads=num_heads, head_dim=head_dim, eps=eps, backend=backend)
+    @takes_also(LinearAttention, without=("normalizer",))
+    def __init__(self, d_model: int, *, feature_dim: int = 16, eps: float = 1e-12, **options: Any) -> None:
+        super().__init__(d_model, eps=eps, **options)
         self.feature_dim = feature_dim
         self.key_dim = 1 + feature_dim + feature_dim * (feature_dim + 1) // 2
         self.in_proj = nn.Linear(d_model, 2 * self.num_heads * feature_dim + d_model, bias=False)

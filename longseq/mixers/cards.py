@@ -57,9 +57,7 @@ def _card(name: str, mixer: Mixer, tokens: int) -> MixerCard:
 
 def find_growth(mixer: Mixer) -> int:
     """The numbers that each token adds to the state of one sequence; the mixer is on the meta device."""
-    return _size_after(mixer, 2) - _size_after(mixer, 1) if mixer.growing_state else 0
-
-
-def _size_after(mixer: Mixer, tokens: int) -> int:
-    _, state = mixer(torch.empty(1, tokens, mixer.d_model, device="meta"))
-    return state_size(state)
+    if not mixer.growing_state:
+        return 0
+    one, two = (mixer(torch.empty(1, tokens, mixer.d_model, device="meta"))[1] for tokens in (1, 2))
+    return state_size(two) - state_size(one)

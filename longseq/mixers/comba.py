@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from longseq.arguments import takes_also
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels.head_features.features import unit_torch
 from longseq.mixers.gated_deltanet import GatedDeltaNet
@@ -36,45 +37,13 @@ class Comba(GatedDeltaNet):
     paper = "Comba (arXiv:2506.02475), section 3"
     operations = ("short_convolution", "delta_rule")
     fused_features = False
-    revision = 1
     no_weight_decay_names = ("A_log", "dt_bias", "D")
 
-    def __init__(
-        self,
-        d_model: int,
-        *,
-        num_heads: int | None = None,
-        head_dim: int | None = None,
-        num_value_heads: int | None = None,
-        expand_k: float = 0.75,
-        expand_v: float = 2.0,
-        convolution_width: int = 4,
-        output_gate: bool = True,
-        negative_eigenvalues: bool = False,
-        correction: float = 1.0,
-        normalize_p: bool = True,
-        dt_min: float = 0.001,
-        dt_max: float = 0.1,
-        norm_eps: float = 1e-5,
-        backend: str = "auto",
-    ) -> None:
+    @takes_also(GatedDeltaNet, without=("feature_map", "key_norm"))
+    def __init__(self, d_model: int, *, correction: float = 1.0, normalize_p: bool = True, **options: Any) -> None:
         self.correction = correction
         self.normalize_p = normalize_p
-        super().__init__(
-            d_model,
-            num_heads=num_heads,
-            head_dim=head_dim,
-            num_value_heads=num_value_heads,
-            expand_k=expand_k,
-            expand_v=expand_v,
-            convolution_width=convolution_width,
-            output_gate=output_gate,
-            negative_eigenvalues=negative_eigenvalues,
-            dt_min=dt_min,
-            dt_max=dt_max,
-            norm_eps=norm_eps,
-            backend=backend,
-        )
+        super().__init__(d_model, **options)
         self.decay = nn.Parameter(torch.ones(self.num_heads))
         self.D = nn.Parameter(torch.full((self.num_heads,), correction))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,21 +15,14 @@ from longseq.blocks.linear import AlignedLinear
 from longseq.blocks.pairs import repeat_rows, stack_pair
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import orthogonal_recurrence, orthogonal_recurrence_step
-from longseq.kernels.packing import Packing, pack_like
 from longseq.kernels.reading import Reverse
-from longseq.mixers.base import Device, Mixer, memory_dtype, required
+from longseq.mixers.base import ALL_TOKENS, Device, Mixer, ScanOptions, memory_dtype, required
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.measures import mean_norm, saturation
+from longseq.mixers.states import ConvolvedState
 
 GAMMA_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "softplus": functional.softplus}
 FORGET_BIAS = 4.0  # μ starts at 0.98
-
-
-class CompressionState(NamedTuple):
-    """The last W - 1 inputs `[B, H M, W - 1]`, shared by both convolutions, and the memory `[B, H, D, M]`."""
-
-    convolution: Tensor
-    memory: Tensor
 
 
 def padding_last(mask: Tensor, reverse: Reverse) -> Tensor:
@@ -39,7 +32,7 @@ def padding_last(mask: Tensor, reverse: Reverse) -> Tensor:
     return (mask == backward).byte().argsort(dim=1, stable=True).unsqueeze(-1)
 
 
-class CompressionMixer(Mixer[CompressionState]):
+class CompressionMixer(Mixer[ConvolvedState]):
     """Base of Lattice and TTT; `recurrence`, options of the operation, defines how a subclass updates the memory.
 
         z, v, w, γ, μ = W x;   q, k = conv_q(z), conv_k(z);   y = W_o (memory(q, k, v, γ, μ) ⊙ GELU(w))
@@ -102,32 +95,23 @@ class CompressionMixer(Mixer[CompressionState]):
         self.slots.copy_(torch.linalg.qr(random).Q)
 
     def scan(
-        self,
-        projected: Tensor,
-        state: CompressionState | None = None,
-        *,
-        cu_seqlens: Tensor | Packing | None = None,
-        mask: Tensor | None = None,
-        reverse: Reverse = False,
-        output_final_state: bool = True,
-    ) -> tuple[Tensor, CompressionState | None]:
-        packing = pack_like(cu_seqlens, projected)
+        self, projected: Tensor, state: ConvolvedState | None = None, options: ScanOptions = ALL_TOKENS
+    ) -> tuple[Tensor, ConvolvedState | None]:
+        packing, mask = options.cu_seqlens, options.mask
         rows = projected.shape[0] if packing is None else packing.count
         convolution, memory = (None, self._first_memory(rows, projected.dtype)) if state is None else state
         shared, v, gate, rates = self._split(projected)
-        options: dict[str, Any] = {"cu_seqlens": packing, "mask": mask, "reverse": reverse}
-        q, last = self.query_convolution(shared, convolution, output_final_state=output_final_state, **options)
-        k, _ = self.key_convolution(shared, convolution, output_final_state=False, **options)
+        q, last = self.query_convolution(shared, convolution, **options._asdict())
+        k, _ = self.key_convolution(shared, convolution, **options._replace(output_final_state=False)._asdict())
         gamma, g = self._gamma(rates), self._log_decay(rates)
         bounded = [gamma] if self.gamma_activation == "sigmoid" else []
         bounded += [] if g is None else [g.exp()]
         if bounded:
             self.observe("gate_saturation", lambda: torch.stack([saturation(x, mask) for x in bounded]).mean())
-        o, final = self._recur(q, k, v, gamma, g, memory, keep=output_final_state, **options)
-        if final is not None:
-            self._observe_memory(final)
+        o, final = self._recur(q, k, v, gamma, g, memory, options)
+        self.observe("state_norm", lambda: mean_norm(final))
         y = o.flatten(-2) * functional.gelu(gate)
-        return y, CompressionState(required(last), required(final)) if output_final_state else None
+        return y, ConvolvedState(required(last), required(final)) if options.output_final_state else None
 
     def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         shared, v, gate, rates = self._split(projected)
@@ -135,41 +119,40 @@ class CompressionMixer(Mixer[CompressionState]):
         k = self.key_convolution.convolve_pair(backward.key_convolution, shared, mask)
         gamma, g = repeat_rows(self._gamma(rates)), self._log_decay_pair(backward, rates)
         memory = torch.cat([mixer._first_memory(projected.shape[0], projected.dtype) for mixer in (self, backward)])
-        o, _ = self._recur(q, k, repeat_rows(v), gamma, g, memory, mask=repeat_rows(mask), reverse="second_half")
+        o, _ = self._recur(q, k, repeat_rows(v), gamma, g, memory, ScanOptions.of_pair(mask))
         return o.unflatten(0, (2, -1)).sum(0).flatten(-2) * functional.gelu(gate)
 
     def _recur(
-        self, q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, g: Tensor | None, memory: Tensor, *,
-        cu_seqlens: Tensor | Packing | None = None, mask: Tensor | None, reverse: Reverse, keep: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        self, q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, g: Tensor | None, memory: Tensor, options: ScanOptions
+    ) -> tuple[Tensor, Tensor | None]:
         """The memory read at the queries, `[B, T, H, D]`, and the last memory."""
-        order = None
+        mask, order = options.mask, None
         if mask is not None:
             gamma, g = gamma * mask.unsqueeze(-1), None if g is None else g * mask.unsqueeze(-1)
             if self.chunk_size > 1:  # chunks hold the tokens that they would hold without padding
-                order = padding_last(mask, reverse)
+                order = padding_last(mask, options.reverse)
                 q, k, v, gamma = (torch.take_along_dim(x, order, 1) for x in (q, k, v, gamma))
                 g = None if g is None else torch.take_along_dim(g, order, 1)
         q, k, v = self._to_heads(q), self._to_keys(k), self._to_heads(v)
-        options = {**self._rule(gamma), **self.call_options(keep, cu_seqlens, reverse), "chunk_size": self.chunk_size}
-        o, final = orthogonal_recurrence(q, k, v, gamma, g=g, initial_state=memory, **options)
+        call = {**self._rule(gamma), **self.call_options(options), "chunk_size": self.chunk_size}
+        o, final = orthogonal_recurrence(q, k, v, gamma, g=g, initial_state=memory, **call)
         if order is not None:
             o = torch.take_along_dim(o, order.argsort(1).unsqueeze(-1), 1)
         return o, final
 
-    def scan_step(self, projected: Tensor, state: CompressionState) -> tuple[Tensor, CompressionState]:
+    def scan_step(self, projected: Tensor, state: ConvolvedState) -> tuple[Tensor, ConvolvedState]:
         shared, v, gate, rates = self._split(projected)
         gamma, g = self._gamma(rates), self._log_decay(rates)
-        q, last = self.query_convolution.step(shared, state.convolution)
-        k, _ = self.key_convolution.step(shared, state.convolution)
+        q, last = self.query_convolution.step(shared, required(state.convolution))
+        k, _ = self.key_convolution.step(shared, required(state.convolution))
         q, k, v = self._to_heads(q), self._to_keys(k), self._to_heads(v)
         options = {**self._rule(gamma), "backend": self.step_backend}
         o, memory = orthogonal_recurrence_step(q, k, v, gamma, state.memory, g=g, **options)
-        return o.flatten(-2) * functional.gelu(gate), CompressionState(last, memory)
+        return o.flatten(-2) * functional.gelu(gate), ConvolvedState(last, memory)
 
-    def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> CompressionState:
+    def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> ConvolvedState:
         memory = self._first_memory(batch, dtype).to(device)
-        return CompressionState(self.query_convolution.initial_state(batch, memory.device, memory.dtype), memory)
+        return ConvolvedState(self.query_convolution.initial_state(batch, memory.device, memory.dtype), memory)
 
     def _first_memory(self, batch: int, dtype: torch.dtype | None) -> Tensor:
         return self.slots.to(memory_dtype(dtype)).expand(batch, -1, -1, -1)
@@ -204,6 +187,3 @@ class CompressionMixer(Mixer[CompressionState]):
     def _rule(self, gamma: Tensor) -> dict[str, Any]:
         """The options of the operation; tensors among them have the shape of `gamma [..., H]`."""
         return self.recurrence
-
-    def _observe_memory(self, memory: Tensor) -> None:
-        self.observe("state_norm", lambda: mean_norm(memory))

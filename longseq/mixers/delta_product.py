@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from longseq.arguments import takes_also
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import delta_rule, delta_rule_step
 from longseq.kernels.head_features.features import unit_torch
-from longseq.kernels.packing import Packing, pack_like
+from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse, halves
+from longseq.mixers.base import ScanOptions
 from longseq.mixers.gated_deltanet import GatedDeltaNet
 from longseq.mixers.heads import repeat_groups
 from longseq.mixers.measures import mean_norm
@@ -41,42 +42,11 @@ class GatedDeltaProduct(GatedDeltaNet):
     paper = "DeltaProduct (arXiv:2502.10297), section 3"
     operations = ("short_convolution", "delta_rule")
     fused_features = False
-    revision = 1
 
-    def __init__(
-        self,
-        d_model: int,
-        *,
-        steps: int = 2,
-        num_heads: int | None = None,
-        head_dim: int | None = None,
-        num_value_heads: int | None = None,
-        expand_k: float = 0.75,
-        expand_v: float = 2.0,
-        convolution_width: int = 4,
-        output_gate: bool = True,
-        negative_eigenvalues: bool = True,
-        dt_min: float = 0.001,
-        dt_max: float = 0.1,
-        norm_eps: float = 1e-5,
-        backend: str = "auto",
-    ) -> None:
+    @takes_also(GatedDeltaNet, without=("feature_map", "key_norm"))
+    def __init__(self, d_model: int, *, steps: int = 2, negative_eigenvalues: bool = True, **options: Any) -> None:
         self.steps = steps
-        super().__init__(
-            d_model,
-            num_heads=num_heads,
-            head_dim=head_dim,
-            num_value_heads=num_value_heads,
-            expand_k=expand_k,
-            expand_v=expand_v,
-            convolution_width=convolution_width,
-            output_gate=output_gate,
-            negative_eigenvalues=negative_eigenvalues,
-            dt_min=dt_min,
-            dt_max=dt_max,
-            norm_eps=norm_eps,
-            backend=backend,
-        )
+        super().__init__(d_model, negative_eigenvalues=negative_eigenvalues, **options)
 
     def _features(self, inputs: Tensor, logits: Tensor) -> tuple[Tensor, ...]:
         """q `[..., H, K]`, and k, v and β of each step `[..., steps, H, ...]`."""
@@ -89,22 +59,23 @@ class GatedDeltaProduct(GatedDeltaNet):
         return q, k, v, at_least_float32(logits).sigmoid().unflatten(-1, (self.steps, -1))
 
     def _recur(
-        self, call: dict[str, Any], g: Tensor | None, memory: Tensor | None,
-        cu_seqlens: Tensor | Packing | None, mask: Tensor | None, reverse: Reverse, keep: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        self, call: dict[str, Any], g: Tensor | None, memory: Tensor | None, options: ScanOptions
+    ) -> tuple[Tensor, Tensor | None]:
+        packing, mask, reverse, _ = options
         self._observe_write(call, g, mask)
         q, k, v, beta = call.values()
         assert g is not None
-        packing = pack_like(cu_seqlens, q)
         if packing is not None:
-            packing = packing.once(f"{self.steps} steps", partial(_multiply, packing, self.steps))
+            borders = packing.cu_seqlens
+            more = packing.once(f"{self.steps} steps", lambda: Packing(borders * self.steps))
+            options = options._replace(cu_seqlens=more)
         if mask is not None:
             beta, g = beta * mask[..., None, None], g * mask.unsqueeze(-1)
         q, g = _with_zeros(q, self.steps, last=True), _with_zeros(g, self.steps, last=False)
         # Within a token, the steps are always read from the first to the last.
         q, k, v, beta, g = (_turn_steps(x, reverse).flatten(1, 2) for x in (q, k, v, beta, g))
-        options = self.call_options(keep, packing, reverse)
-        o, memory = delta_rule(q, k, v, beta, g=g, scale=self.key_dim**-0.5, initial_state=memory, **options)
+        call = {"g": g, "scale": self.key_dim**-0.5, "initial_state": memory, **self.call_options(options)}
+        o, memory = delta_rule(q, k, v, beta, **call)
         self.observe("state_norm", lambda: mean_norm(memory))
         return _turn_steps(o.unflatten(1, (-1, self.steps)), reverse)[:, :, -1], memory
 
@@ -136,7 +107,3 @@ def _turn_steps(x: Tensor, reverse: Reverse) -> Tensor:
         ahead, behind = halves(x)
         return torch.cat((ahead, behind.flip(2)))
     return x.flip(2) if reverse else x
-
-
-def _multiply(packing: Packing, steps: int) -> Packing:
-    return Packing(packing.cu_seqlens * steps)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -16,25 +16,15 @@ from longseq.blocks.pairs import repeat_rows
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import delta_rule, delta_rule_step, head_features
 from longseq.kernels.head_features import check_features
-from longseq.kernels.packing import Packing
-from longseq.kernels.reading import Reverse, halves
-from longseq.mixers.base import Device, Mixer, memory_dtype, required
+from longseq.kernels.reading import halves
+from longseq.mixers.base import ALL_TOKENS, Device, Mixer, ScanOptions, memory_dtype, required
 from longseq.mixers.heads import choose_heads
-from longseq.mixers.measures import mean_norm, saturation, token_mean
+from longseq.mixers.measures import mean_norm, saturation
 from longseq.mixers.registry import register
+from longseq.mixers.states import ConvolvedState
 
 
-class DeltaState(NamedTuple):
-    """The convolution's last inputs `[B, C, W - 1]` (None without convolution) and the memory `[B, H, K, V]`.
-
-    C counts the channels of queries, keys and values; H counts the heads of values.
-    """
-
-    convolution: Tensor | None
-    memory: Tensor
-
-
-class DeltaMixer(Mixer[DeltaState]):
+class DeltaMixer(Mixer[ConvolvedState]):
     """Base of DeltaNet, Gated DeltaNet and the layers that follow from them.
 
         q, k, v = conv(W x);  q, k = normalise(φ(q)), normalise(φ(k));  v = SiLU(v);  β = sigmoid(W_β x)
@@ -56,7 +46,6 @@ class DeltaMixer(Mixer[DeltaState]):
     fused_features: ClassVar[bool] = True
     reads_backwards: ClassVar[bool] = True
     reads_pairs: ClassVar[bool] = True
-    revision = 2  # the first had no 1/√K
 
     num_heads: int
     key_dim: int
@@ -78,31 +67,23 @@ class DeltaMixer(Mixer[DeltaState]):
         return super().project_in(x) if self.in_proj is None else project_padded(self.in_proj, x)
 
     def scan(
-        self,
-        projected: Tensor,
-        state: DeltaState | None = None,
-        *,
-        cu_seqlens: Tensor | Packing | None = None,
-        mask: Tensor | None = None,
-        reverse: Reverse = False,
-        output_final_state: bool = True,
-    ) -> tuple[Tensor, DeltaState | None]:
+        self, projected: Tensor, state: ConvolvedState | None = None, options: ScanOptions = ALL_TOKENS
+    ) -> tuple[Tensor, ConvolvedState | None]:
         convolution, memory = (None, None) if state is None else state
         mixed, rate, gate = self._split(projected)
-        options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "mask": mask, "reverse": reverse}
-        options["output_final_state"] = output_final_state
+        reading = options._asdict()
         if self.fused_features and self.convolution is not None and is_replaceable(self.convolution, ShortConvolution):
-            features, convolution = self.convolution.features(mixed, convolution, **options, **self._options)
+            features, convolution = self.convolution.features(mixed, convolution, **reading, **self._options)
             features = self._share(features, self._split_logits(mixed)[1])
         else:
             inputs, logits = self._split_logits(mixed)
             if self.convolution is not None:
-                inputs, convolution = self.convolution(inputs, convolution, **options)
+                inputs, convolution = self.convolution(inputs, convolution, **reading)
             features = self._features(inputs, logits)
         g = self._log_decay(rate, self.local_backend)
-        call = self._write(features, rate, g)
-        o, memory = self._recur(call, g, memory, cu_seqlens, mask, reverse, output_final_state)
-        return self._read_out(o, gate), DeltaState(convolution, required(memory)) if output_final_state else None
+        o, memory = self._recur(self._write(features, rate, g), g, memory, options)
+        last = ConvolvedState(convolution, required(memory)) if options.output_final_state else None
+        return self._read_out(o, gate), last
 
     def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         mixed, rate, gate = self._split(projected)
@@ -117,24 +98,24 @@ class DeltaMixer(Mixer[DeltaState]):
             both = zip(self._features(ahead, logits), backward._features(behind, logits), strict=True)
             features = tuple(map(torch.cat, both))
         g = self._log_decay_pair(backward, rate)
-        o, _ = self._recur(self._write(features, rate, g), g, None, None, repeat_rows(mask), "second_half")
+        o, _ = self._recur(self._write(features, rate, g), g, None, ScanOptions.of_pair(mask))
         return self._read_out_pair(backward, o, gate)
 
     def _recur(
-        self, call: dict[str, Any], g: Tensor | None, memory: Tensor | None,
-        cu_seqlens: Tensor | Packing | None, mask: Tensor | None, reverse: Reverse, keep: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        self, call: dict[str, Any], g: Tensor | None, memory: Tensor | None, options: ScanOptions
+    ) -> tuple[Tensor, Tensor | None]:
         """Run the recurrence over the arguments of `_write`; returns the outputs `[B, T, H, V]` and the last memory."""
+        mask = options.mask
         self._observe_write(call, g, mask)
         if mask is not None:
             erased = "beta" if "beta" in call else "write_key"
             call[erased], g = _hide(call[erased], mask), None if g is None else _hide(g, mask)
-        options = self.call_options(keep, cu_seqlens, reverse)
-        o, memory = delta_rule(**call, g=g, scale=self.key_dim**-0.5, initial_state=memory, **options)
+        call |= self.call_options(options)
+        o, memory = delta_rule(**call, g=g, scale=self.key_dim**-0.5, initial_state=memory)
         self.observe("state_norm", lambda: mean_norm(memory))
         return o, memory
 
-    def scan_step(self, projected: Tensor, state: DeltaState) -> tuple[Tensor, DeltaState]:
+    def scan_step(self, projected: Tensor, state: ConvolvedState) -> tuple[Tensor, ConvolvedState]:
         convolution, memory = state
         mixed, rate, gate = self._split(projected)
         inputs, logits = self._split_logits(mixed)
@@ -142,13 +123,13 @@ class DeltaMixer(Mixer[DeltaState]):
             inputs, convolution = self.convolution.step(inputs, required(convolution))
         g = self._log_decay(rate, "torch")
         o, memory = self._recur_step(self._write(self._features(inputs, logits), rate, g), g, memory)
-        return self._read_out(o, gate), DeltaState(convolution, memory)
+        return self._read_out(o, gate), ConvolvedState(convolution, memory)
 
-    def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> DeltaState:
+    def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> ConvolvedState:
         dtype = memory_dtype(dtype)
         convolution = None if self.convolution is None else self.convolution.initial_state(batch, device, dtype)
         shape = (batch, self.num_value_heads, self.key_dim, self.value_dim)
-        return DeltaState(convolution, torch.zeros(shape, device=device, dtype=dtype))
+        return ConvolvedState(convolution, torch.zeros(shape, device=device, dtype=dtype))
 
     def _split(self, projected: Tensor) -> tuple[Tensor, Any, Any]:
         """The inputs of the features `[..., C + H + ...]`, and of the decay and the gate (None without)."""
@@ -195,20 +176,14 @@ class DeltaMixer(Mixer[DeltaState]):
         return {"q": q, "k": k, "v": v, "beta": 2 * beta if self.negative_eigenvalues else beta}
 
     def _observe_write(self, call: dict[str, Any], g: Tensor | None, mask: Tensor | None) -> None:
-        k: Tensor = call["k"]
         beta: Any = call.get("beta")
 
         def gate_saturation() -> Tensor:
             gates = [beta / (2 if self.negative_eigenvalues else 1), *([] if g is None else [g.exp()])]
             return torch.stack([saturation(x, mask) for x in gates]).mean()
 
-        def key_write_norm() -> Tensor:
-            norm = (at_least_float32(k) * call.get("write_key", k)).sum(-1)
-            return token_mean(norm if beta is None else beta * norm, mask)
-
         if beta is not None:
             self.observe("gate_saturation", gate_saturation)
-        self.observe("key_write_norm", key_write_norm)
 
     def _log_decay(self, rate: Any, backend: str) -> Tensor | None:
         """g `[..., H]` or `[..., H, K]`; None without a decay."""
@@ -227,6 +202,13 @@ class DeltaMixer(Mixer[DeltaState]):
 
     def _gate(self, y: Tensor, gate: Any) -> Tensor:
         return y
+
+    def scan_flops(self, tokens: int) -> int:
+        # For each head, reading at the key, writing there and reading at the query take 2 K V each, and a decay K V.
+        operations = 6 if type(self)._log_decay is DeltaMixer._log_decay else 7
+        recurrence = operations * self.num_value_heads * self.key_dim * self.value_dim
+        convolution = 0 if self.convolution is None else self.convolution.flops(tokens)
+        return tokens * recurrence + convolution
 
 
 def _hide(x: Tensor, mask: Tensor) -> Tensor:
@@ -281,9 +263,3 @@ class DeltaNet(DeltaMixer):
         self.convolution = ShortConvolution.of_width(self.mixed_width, convolution_width, backend)
         self.norm = RMSNorm(self.head_dim, eps=norm_eps, backend=backend)
         self.out_proj = nn.Linear(d_model, d_model, bias=False)
-
-    def scan_flops(self, tokens: int) -> int:
-        # Reading at the key, writing there and reading at the query take 2 K V each.
-        recurrence = 6 * self.d_model * self.head_dim
-        convolution = 0 if self.convolution is None else self.convolution.flops(tokens)
-        return tokens * recurrence + convolution

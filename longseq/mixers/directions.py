@@ -7,16 +7,15 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
-from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
+from longseq.arguments import check_choice
 from longseq.blocks.hooks import is_hooked, is_plain
 from longseq.blocks.positions import Layout
 from longseq.blocks.reading import (
     BACKWARD,
     COLUMNS,
     REVERSED,
-    are_pairs,
     reading_orders,
     reorder,
     restore,
@@ -24,7 +23,7 @@ from longseq.blocks.reading import (
 from longseq.blocks.traces import whole_in_traces
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
-from longseq.mixers.base import Mixer, add_readings, check_rows, hide_padding
+from longseq.mixers.base import Mixer, ScanOptions, add_readings, check_rows, hide_padding
 from longseq.mixers.registry import create, get
 
 SHARING = ("projections", "all", "none")
@@ -59,7 +58,7 @@ class Directions(nn.Module):
 
     Args:
         build: makes one mixer (see `longseq.mixers.Mixer`).
-        orders: the names of orders that `reading_orders` returns.
+        orders: the names of orders that `reading_orders` returns, each followed by its reverse.
         share: one of `SHARING`.
         merge: "sum" or "mean" of the readings.
     """
@@ -68,7 +67,8 @@ class Directions(nn.Module):
         self, build: Callable[[], AnyMixer], orders: tuple[str, ...], *, share: str = "projections", merge: str = "sum"
     ) -> None:
         super().__init__()
-        check_sharing(share, merge)
+        check_choice("share_directions", share, SHARING)
+        check_choice("merge", merge, MERGES)
         self.orders = orders
         self.share = share
         self.merge = merge
@@ -132,7 +132,7 @@ class Directions(nn.Module):
             ), None
         projected = first.project_in(x)
         # Operations read half of a batch backward, but packed sequences in one direction.
-        in_pairs = packing is None and first.reads_pairs and are_pairs(self.orders) and self._is_plain()
+        in_pairs = packing is None and first.reads_pairs and self._is_plain()
         is_watched = any(mixer.observed is not None for mixer in readers)  # one call has one report for both mixers
         if in_pairs and not is_watched:
             readings = self._read_pairs(projected, layout, mask)
@@ -161,14 +161,8 @@ class Directions(nn.Module):
         """
         mixer = self.readers[index]
         projecting = mixer if self.share == "none" else self.readers[0]
-        y, state = _scan(
-            mixer,
-            projecting.project_in(self._inputs(x)[index]),
-            state,
-            reverse=self.orders[index] in REVERSED,
-            cu_seqlens=cu_seqlens,
-            output_final_state=output_final_state,
-        )
+        options = ScanOptions(cu_seqlens, None, self.orders[index] in REVERSED, output_final_state)
+        y, state = _scan(mixer, projecting.project_in(self._inputs(x)[index]), options, state)
         return (mixer.project_out(y) if self.share == "none" else y), state
 
     def join(self, readings: list[Tensor]) -> Tensor:
@@ -203,11 +197,11 @@ class Directions(nn.Module):
         """Read all orders in one batch; a mixer that `reads_backwards` reads the second half from the end."""
         mixer, orders = self.readers[0], self.orders
         reverse: Reverse = False
-        if mixer.reads_backwards and are_pairs(orders):
+        if mixer.reads_backwards:
             orders, reverse = orders[::2] * 2, "second_half"
         stacked = torch.cat([reorder(projected, order, layout) for order in orders])
         masks = None if mask is None else torch.cat([reorder(mask, order, layout) for order in orders])
-        y, _ = _scan(mixer, stacked, reverse=reverse, mask=masks, output_final_state=False)
+        y, _ = _scan(mixer, stacked, ScanOptions(None, masks, reverse, output_final_state=False))
         readings = _unstack(y, len(orders))
         return [restore(reading, order, layout) for reading, order in zip(readings, orders, strict=True)]
 
@@ -231,18 +225,6 @@ class Directions(nn.Module):
 
     def extra_repr(self) -> str:
         return f"orders={self.orders}, share={self.share!r}, merge={self.merge!r}"
-
-
-# torch.fx must not trace into readings (see `longseq.mixers.base`).
-register_notrace_module(Directions)
-
-
-def check_sharing(share: str, merge: str) -> None:
-    """Raise ValueError unless `share` is in `SHARING` and `merge` in `MERGES`."""
-    if share not in SHARING:
-        raise ValueError(f"share_directions={share!r} is not one of {', '.join(SHARING)}")
-    if merge not in MERGES:
-        raise ValueError(f"merge={merge!r} is not one of {', '.join(MERGES)}")
 
 
 def make_reading(
@@ -270,7 +252,8 @@ def make_reading(
     Raises:
         ValueError: an option has an unknown value, or sets `causal`.
     """
-    check_sharing(share, merge)
+    check_choice("share_directions", share, SHARING)
+    check_choice("merge", merge, MERGES)
     orders = reading_orders(direction, layer)
     chosen = dict(options)
     if "causal" in chosen:
@@ -311,7 +294,7 @@ def _read(
     along, reverse = REVERSED.get(order, order), order in REVERSED
     mask = None if mask is None else reorder(mask, along, layout)
     projected = reorder(projected, along, layout)
-    y, _ = _scan(mixer, projected, reverse=reverse, cu_seqlens=packing, mask=mask, output_final_state=False)
+    y, _ = _scan(mixer, projected, ScanOptions(packing, mask, reverse, output_final_state=False))
     return restore(y, along, layout)
 
 
@@ -327,13 +310,13 @@ def _read_twice(mixer: AnyMixer, projected: Tensor, order: str, layout: Layout |
         return torch.cat((x.flip(1), x) if is_reversed else (x, x.flip(1)))
 
     masks = None if mask is None else twice(mask)
-    y, _ = _scan(mixer, twice(projected), reverse="second_half", mask=masks, output_final_state=False)
+    y, _ = _scan(mixer, twice(projected), ScanOptions(None, masks, "second_half", output_final_state=False))
     y = y[: projected.shape[0]]
     return restore(y.flip(1) if is_reversed else y, along, layout)
 
 
-def _scan(mixer: AnyMixer, projected: Tensor, state: Any = None, **options: Any) -> tuple[Tensor, Any]:
+def _scan(mixer: AnyMixer, projected: Tensor, options: ScanOptions, state: Any = None) -> tuple[Tensor, Any]:
     """`Mixer.read`; a mixer with hooks is called, because hooks run in calls only."""
     if is_hooked(mixer):
-        return mixer(projected, state, projected=True, **options)
-    return mixer.read(projected, state, **options)
+        return mixer(projected, state, projected=True, **options._asdict())
+    return mixer.read(projected, state, options)

@@ -112,9 +112,5 @@ class GatedDeltaNet(DeltaMixer):
         return silu_product(y, gate, backend=self.local_backend) if self.output_gate else y
 
     def scan_flops(self, tokens: int) -> int:
-        # For each head, the decay takes K V; reading at the key, writing there and reading at the query take 2 K V
-        # each.
-        recurrence = 7 * self.num_value_heads * self.key_dim * self.value_dim
         gate = 2 * self.value_width if self.output_gate else 0
-        convolution = 0 if self.convolution is None else self.convolution.flops(tokens)
-        return tokens * (recurrence + gate) + convolution
+        return super().scan_flops(tokens) + tokens * gate

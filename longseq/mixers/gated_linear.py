@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
 from longseq.kernels import linear_attention, linear_attention_step, silu_product
-from longseq.kernels.packing import Packing
-from longseq.kernels.reading import Reverse
-from longseq.mixers.base import Device, Mixer, memory_dtype, required
+from longseq.mixers.base import ALL_TOKENS, Device, Mixer, ScanOptions, memory_dtype, required
 from longseq.mixers.measures import mean_norm, saturation
+from longseq.mixers.states import MemoryState
 from longseq.state import StateT
-
-
-class MemoryState(NamedTuple):
-    """The memory `[B, H, K, V]`."""
-
-    memory: Tensor
 
 
 class GatedLinearMixer(Mixer[StateT]):
@@ -36,28 +29,18 @@ class GatedLinearMixer(Mixer[StateT]):
     output_gate: bool = True
 
     def recur(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        memory: Tensor | None,
-        cu_seqlens: Tensor | Packing | None,
-        mask: Tensor | None,
-        *,
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, memory: Tensor | None, options: ScanOptions,
         scale: float = 1.0,
-        reverse: Reverse = False,
-        keep: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Run `q, k [B, T, G, K]`, `v [B, T, H, V]`, `g [B, T, H]` or `[B, T, H, K]` through the recurrence.
 
-        Returns `[B, T, H, V]`, and the last memory with `keep` or if a callback watches.
+        Returns `[B, T, H, V]`, and the last memory if the options ask for it or a callback watches.
         """
+        mask = options.mask
         self.observe("gate_saturation", lambda: saturation(g.exp(), mask))
         if mask is not None:
             k, g = k * mask[..., None, None], g * mask.reshape(*mask.shape, *[1] * (g.dim() - 2))
-        options = self.call_options(keep, cu_seqlens, reverse)
-        o, final = linear_attention(q, k, v, g=g, scale=scale, initial_state=memory, **options)
+        o, final = linear_attention(q, k, v, g=g, scale=scale, initial_state=memory, **self.call_options(options))
         self.observe("state_norm", lambda: mean_norm(final))
         return o, final
 
@@ -91,20 +74,12 @@ class GatedMemoryMixer(GatedLinearMixer[MemoryState]):
         raise NotImplementedError
 
     def scan(
-        self,
-        projected: Tensor,
-        state: MemoryState | None = None,
-        *,
-        cu_seqlens: Tensor | Packing | None = None,
-        mask: Tensor | None = None,
-        reverse: Reverse = False,
-        output_final_state: bool = True,
+        self, projected: Tensor, state: MemoryState | None = None, options: ScanOptions = ALL_TOKENS
     ) -> tuple[Tensor, MemoryState | None]:
         q, k, v, g, gate = self.split(projected)
         memory = None if state is None else state.memory
-        options: dict[str, Any] = {"scale": self.key_dim**-0.5, "reverse": reverse, "keep": output_final_state}
-        o, memory = self.recur(q, k, v, g, memory, cu_seqlens, mask, **options)
-        return self.read_out(o, gate), MemoryState(required(memory)) if output_final_state else None
+        o, memory = self.recur(q, k, v, g, memory, options, self.key_dim**-0.5)
+        return self.read_out(o, gate), MemoryState(required(memory)) if options.output_final_state else None
 
     def scan_step(self, projected: Tensor, state: MemoryState) -> tuple[Tensor, MemoryState]:
         q, k, v, g, gate = self.split(projected)

@@ -10,6 +10,7 @@ from longseq.blocks.linear import project_pair
 from longseq.blocks.norm import RMSNorm
 from longseq.blocks.pairs import repeat_rows
 from longseq.blocks.precision import at_least_float32
+from longseq.mixers.base import ScanOptions
 from longseq.mixers.gated_linear import GatedMemoryMixer, recurrence_flops
 from longseq.mixers.heads import FEATURE_MAPS, check_groups, choose_heads, repeat_groups
 from longseq.mixers.registry import register
@@ -75,9 +76,9 @@ class GatedLinearAttention(GatedMemoryMixer):
 
     def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         q, k, v, gate, rank = self._split(projected)
-        q, k, v, mask = repeat_rows(q), repeat_rows(k), repeat_rows(v), repeat_rows(mask)
+        q, k, v = repeat_rows(q), repeat_rows(k), repeat_rows(v)
         g = self._log_decay(project_pair(self.decay_proj, backward.decay_proj, rank.expand(2, *rank.shape)))
-        o, _ = self.recur(q, k, v, g, None, None, mask, scale=self.key_dim**-0.5, reverse="second_half")
+        o, _ = self.recur(q, k, v, g, None, ScanOptions.of_pair(mask), self.key_dim**-0.5)
         return self.read_out_pair(backward, o, gate)
 
     def split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

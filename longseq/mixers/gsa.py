@@ -10,10 +10,8 @@ from torch.nn import functional
 from typing_extensions import Self
 
 from longseq.arguments import takes_also
-from longseq.blocks.pairs import repeat_rows
 from longseq.blocks.precision import at_least_float32
-from longseq.kernels.packing import Packing
-from longseq.kernels.reading import Reverse
+from longseq.mixers.base import ScanOptions
 from longseq.mixers.heads import repeat_groups
 from longseq.mixers.registry import register
 from longseq.mixers.slots import SlotMixer
@@ -82,22 +80,16 @@ class GatedSlotAttention(SlotMixer):
         heads: dict[str, Any] = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "num_slots": num_slots}
         super().__init__(d_model, gate_width=gate_width, value_map="silu", **heads, **options)
         self.gate_temperature = gate_temperature
-        self.revision = 1 if self.feature_map == "silu" else 2  # the first applied φ to v as well
         self.gate = None if data_dependent_gate else ConstantGate(self.num_kv_heads, num_slots)
 
-    def write(
-        self, logits: Tensor, normalizer: Tensor | None, cu_seqlens: Tensor | Packing | None, mask: Tensor | None,
-        reverse: Reverse, keep: bool = False,
-    ) -> tuple[Tensor, None, None]:  # fmt: skip
+    def write(self, logits: Tensor, normalizer: Tensor | None, options: ScanOptions) -> tuple[Tensor, None, None]:
         g, _, _ = self.write_step(logits, None)
-        return g if mask is None else g * mask[..., None, None], None, None
+        return g if options.mask is None else g * options.mask[..., None, None], None, None
 
     def write_pair(self, backward: Self, logits: Tensor, mask: Tensor | None) -> tuple[Tensor, None]:
-        g, _, _ = self.write(logits, None, None, mask, False)
-        if self.gate is None:
-            return repeat_rows(g), None
-        other, _, _ = backward.write(logits, None, None, mask, True)
-        return torch.cat((g, other)), None
+        options = ScanOptions(mask=mask)
+        g, _, _ = self.write(logits, None, options)
+        return torch.cat((g, g if self.gate is None else backward.write(logits, None, options)[0])), None
 
     def write_step(self, logits: Tensor, normalizer: Tensor | None) -> tuple[Tensor, None, None]:
         shape = (*logits.shape[:-1], self.num_kv_heads, self.num_slots)

@@ -11,6 +11,7 @@ from typing_extensions import Self
 from longseq.blocks.norm import RMSNorm
 from longseq.blocks.pairs import repeat_rows
 from longseq.blocks.precision import at_least_float32
+from longseq.mixers.base import ScanOptions
 from longseq.mixers.gated_linear import GatedMemoryMixer, recurrence_flops
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.registry import register
@@ -36,7 +37,6 @@ class HGRN2(GatedMemoryMixer):
     """
 
     paper = "HGRN2 (arXiv:2404.07904), section 3"
-    revision = 2  # the first had no 1/√K
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class HGRN2(GatedMemoryMixer):
 
     def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         q, k, v, g = (repeat_rows(x) for x in self.split(projected)[:4])
-        o, _ = self.recur(q, k, v, g, None, None, repeat_rows(mask), scale=self.key_dim**-0.5, reverse="second_half")
+        o, _ = self.recur(q, k, v, g, None, ScanOptions.of_pair(mask), self.key_dim**-0.5)
         return self.norm.norm_pair(backward.norm, o.flatten(-2))
 
     def read_out(self, o: Tensor, gate: Tensor) -> Tensor:

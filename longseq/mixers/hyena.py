@@ -15,10 +15,8 @@ from longseq.blocks.linear import UpcastLinear
 from longseq.blocks.packing import pack_rows, rows_of, unpack_rows
 from longseq.blocks.precision import KeepsFloat32, at_least_float32, parameter_dtype
 from longseq.kernels.dispatch import is_exporting
-from longseq.kernels.packing import Packing, pack_like
 from longseq.kernels.precision import without_autocast
-from longseq.kernels.reading import Reverse
-from longseq.mixers.base import Device, Mixer, memory_dtype, required
+from longseq.mixers.base import ALL_TOKENS, Device, Mixer, ScanOptions, memory_dtype, required
 from longseq.mixers.long_convolution import Reading, convolution_flops
 from longseq.mixers.registry import register
 
@@ -79,7 +77,6 @@ class Hyena(Mixer[HyenaState]):
     operations = ("short_convolution",)
     reads_backwards = True
     growing_state = True
-    revision = 2  # the first had fast windows first, b from 0 on, sin in place of −sin and t = s
 
     def __init__(
         self,
@@ -119,20 +116,11 @@ class Hyena(Mixer[HyenaState]):
         self.filter.reset_parameters()  # an initialisation of the whole model may have changed them
 
     def scan(
-        self,
-        projected: Tensor,
-        state: HyenaState | None = None,
-        *,
-        cu_seqlens: Tensor | Packing | None = None,
-        mask: Tensor | None = None,
-        reverse: Reverse = False,
-        output_final_state: bool = True,
+        self, projected: Tensor, state: HyenaState | None = None, options: ScanOptions = ALL_TOKENS
     ) -> tuple[Tensor, HyenaState | None]:
+        packing, mask, reverse, output_final_state = options
         past = None if state is None else state.convolution
-        packing = pack_like(cu_seqlens, projected)
-        mixed, convolution = self.convolution(
-            projected, past, cu_seqlens=packing, mask=mask, reverse=reverse, output_final_state=output_final_state
-        )
+        mixed, convolution = self.convolution(projected, past, **options._asdict())
         if packing is not None:
             mixed, mask = unpack_rows(mixed, packing), rows_of(packing)
         reading = Reading.of(mixed, None if state is None else state.length, mask, reverse)

@@ -48,7 +48,6 @@ class KDA(DeltaMixer):
 
     paper = "Kimi Linear (arXiv:2510.26692), section 3"
     no_weight_decay_names = ("A_log", "dt_bias")
-    revision = 1
 
     def __init__(
         self,
@@ -135,13 +134,9 @@ class KDA(DeltaMixer):
         return y * (gate if self.gate_proj is None else self.gate_proj(gate)).sigmoid()
 
     def scan_flops(self, tokens: int) -> int:
-        # For each head, the decay takes K V; reading at the key, writing there and reading at the query take 2 K V
-        # each.
-        recurrence = 7 * self.num_value_heads * self.key_dim * self.value_dim
         weights = sum(0 if layer is None else layer.weight.numel() for layer in (self.decay_proj, self.gate_proj))
         gate = 2 * self.num_value_heads * self.value_dim
-        convolution = 0 if self.convolution is None else self.convolution.flops(tokens)
-        return tokens * (recurrence + 2 * weights + gate) + convolution
+        return super().scan_flops(tokens) + tokens * (2 * weights + gate)
 
 
 @register("gdn2")

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from longseq.arguments import takes_also
+from longseq.arguments import check_choice, takes_also
 from longseq.kernels import map_features
 from longseq.mixers.compression import CompressionMixer
 from longseq.mixers.registry import register
@@ -72,8 +72,7 @@ class Lattice(CompressionMixer):
         sparsity: float = 0.0,
         **options: Any,
     ) -> None:
-        if objective not in FLOPS_PER_ENTRY:
-            raise ValueError(f"objective {objective!r} is not one of {', '.join(FLOPS_PER_ENTRY)}")
+        check_choice("objective", objective, FLOPS_PER_ENTRY)
         super().__init__(d_model, recurrence={"objective": objective, "normalize": normalize}, **options)
         self.normalize_key = normalize_key
         self.sparsity = sparsity
@@ -85,10 +84,6 @@ class Lattice(CompressionMixer):
     def _rule(self, gamma: Tensor) -> dict[str, Any]:
         threshold = gamma.new_full(gamma.shape, self.sparsity) if self.sparsity > 0 else None
         return {**self.recurrence, "threshold": threshold}
-
-    def _observe_memory(self, memory: Tensor) -> None:
-        super()._observe_memory(memory)
-        self.observe("slot_norm_drift", lambda: (memory.norm(dim=-2) - 1).abs().max())
 
     def scan_flops(self, tokens: int) -> int:
         entries = self.d_model * self.num_slots

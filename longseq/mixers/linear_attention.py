@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -12,22 +10,15 @@ from typing_extensions import Self
 from longseq.blocks.pairs import repeat_rows
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import linear_attention, linear_attention_step, map_features
-from longseq.kernels.packing import Packing
-from longseq.kernels.reading import Reverse
-from longseq.mixers.base import Mixer, memory_dtype, required
+from longseq.mixers.base import ALL_TOKENS, Device, Mixer, ScanOptions, memory_dtype, required
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.measures import mean_norm
 from longseq.mixers.registry import register
-
-
-class LinearAttentionState(NamedTuple):
-    """The memory `[B, H, K, V]`; with the normaliser, its last value channel sums the keys."""
-
-    memory: Tensor
+from longseq.mixers.states import MemoryState
 
 
 @register("linear_attention")
-class LinearAttention(Mixer[LinearAttentionState]):
+class LinearAttention(Mixer[MemoryState]):
     """Causal linear attention with φ = ELU + 1.
 
         S ← S + φ(k) vᵀ;   z ← z + φ(k);   y = W_o (Sᵀ φ(q) / zᵀ φ(q))
@@ -63,24 +54,16 @@ class LinearAttention(Mixer[LinearAttentionState]):
         self.out_proj = nn.Linear(d_model, d_model, bias=False)
 
     def scan(
-        self,
-        projected: Tensor,
-        state: LinearAttentionState | None = None,
-        *,
-        cu_seqlens: Tensor | Packing | None = None,
-        mask: Tensor | None = None,
-        reverse: Reverse = False,
-        output_final_state: bool = True,
-    ) -> tuple[Tensor, LinearAttentionState | None]:
+        self, projected: Tensor, state: MemoryState | None = None, options: ScanOptions = ALL_TOKENS
+    ) -> tuple[Tensor, MemoryState | None]:
         q, k, v = self._features(projected)
-        if mask is not None:
-            k = k * mask[..., None, None]
+        if options.mask is not None:
+            k = k * options.mask[..., None, None]
         memory = None if state is None else state.memory
-        options = self.call_options(output_final_state, cu_seqlens, reverse)
-        o, memory = linear_attention(q, k, v, initial_state=memory, **options)
+        o, memory = linear_attention(q, k, v, initial_state=memory, **self.call_options(options))
         self.observe("state_norm", lambda: mean_norm(memory))
         y = self._normalise(o).flatten(-2).to(projected.dtype)
-        return y, LinearAttentionState(required(memory)) if output_final_state else None
+        return y, MemoryState(required(memory)) if options.output_final_state else None
 
     def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         q, k, v = self._features(projected)
@@ -90,15 +73,13 @@ class LinearAttention(Mixer[LinearAttentionState]):
         o, _ = linear_attention(q, k, v, reverse="second_half", backend=self.backend)
         return self._normalise(o).unflatten(0, (2, -1)).sum(0).flatten(-2).to(projected.dtype)
 
-    def scan_step(self, projected: Tensor, state: LinearAttentionState) -> tuple[Tensor, LinearAttentionState]:
+    def scan_step(self, projected: Tensor, state: MemoryState) -> tuple[Tensor, MemoryState]:
         o, memory = linear_attention_step(*self._features(projected), state.memory, backend=self.step_backend)
-        return self._normalise(o).flatten(-2).to(projected.dtype), LinearAttentionState(memory)
+        return self._normalise(o).flatten(-2).to(projected.dtype), MemoryState(memory)
 
-    def initial_state(
-        self, batch: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> LinearAttentionState:
+    def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> MemoryState:
         shape = (batch, self.num_heads, self.key_dim, self.head_dim + int(self.normalizer))
-        return LinearAttentionState(torch.zeros(shape, device=device, dtype=memory_dtype(dtype)))
+        return MemoryState(torch.zeros(shape, device=device, dtype=memory_dtype(dtype)))
 
     def _features(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = projected.unflatten(-1, (3 * self.num_heads, self.head_dim)).chunk(3, dim=-2)

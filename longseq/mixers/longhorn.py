@@ -12,9 +12,7 @@ from longseq.blocks.pairs import stack_pair
 from longseq.kernels import longhorn_pair, longhorn_scan, longhorn_scan_step
 from longseq.kernels.diagonal_scan import TRITON_ENTRIES
 from longseq.kernels.longhorn_pair import TRITON_RANKS
-from longseq.kernels.packing import Packing
-from longseq.kernels.reading import Reverse
-from longseq.mixers.base import required
+from longseq.mixers.base import ScanOptions, required
 from longseq.mixers.measures import saturation
 from longseq.mixers.registry import register
 from longseq.mixers.selective import SelectiveMixer
@@ -56,14 +54,12 @@ class Longhorn(SelectiveMixer):
         )
 
     def recur(
-        self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor | None,
-        cu_seqlens: Tensor | Packing | None, mask: Tensor | None, reverse: Reverse, keep: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor | None, options: ScanOptions
+    ) -> tuple[Tensor, Tensor | None]:
         beta = rate.sigmoid()  # in the logits' type: their own rounding is the larger error
-        self.observe("gate_saturation", lambda: saturation(beta, mask))
-        strength = beta if mask is None else beta * mask.unsqueeze(-1)
-        options = self.call_options(keep, cu_seqlens, reverse)
-        return longhorn_scan(x, query, key, strength, initial_state=memory, **options)
+        self.observe("gate_saturation", lambda: saturation(beta, options.mask))
+        strength = beta if options.mask is None else beta * options.mask.unsqueeze(-1)
+        return longhorn_scan(x, query, key, strength, initial_state=memory, **self.call_options(options))
 
     def recur_step(self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         beta = rate.sigmoid()

@@ -9,8 +9,7 @@ from torch import Tensor
 from longseq.arguments import takes_also
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import delta_rule, delta_rule_step
-from longseq.kernels.packing import Packing
-from longseq.kernels.reading import Reverse
+from longseq.mixers.base import ScanOptions
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.measures import saturation
 from longseq.mixers.registry import register
@@ -41,16 +40,14 @@ class LonghornExact(SelectiveMixer):
         self.head_dim = head_dim
 
     def recur(
-        self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor | None,
-        cu_seqlens: Tensor | Packing | None, mask: Tensor | None, reverse: Reverse, keep: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        self.observe("gate_saturation", lambda: saturation(at_least_float32(rate).sigmoid(), mask))
+        self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor | None, options: ScanOptions
+    ) -> tuple[Tensor, Tensor | None]:
+        self.observe("gate_saturation", lambda: saturation(at_least_float32(rate).sigmoid(), options.mask))
         strength = self._strength(key, rate)
-        if mask is not None:
-            strength = strength * mask.unsqueeze(-1)
+        if options.mask is not None:
+            strength = strength * options.mask.unsqueeze(-1)
         query, key, x = self._to_heads(query), self._to_heads(key), x.unflatten(-1, (self.num_heads, self.head_dim))
-        options = self.call_options(keep, cu_seqlens, reverse)
-        y, final = delta_rule(query, key, x, strength, initial_state=memory, **options)
+        y, final = delta_rule(query, key, x, strength, initial_state=memory, **self.call_options(options))
         return y.flatten(-2), final
 
     def recur_step(self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,8 +12,7 @@ from longseq.arguments import takes_also
 from longseq.blocks.pairs import stack_pair
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import selective_scan, selective_scan_step
-from longseq.kernels.packing import Packing
-from longseq.kernels.reading import Reverse
+from longseq.mixers.base import ScanOptions
 from longseq.mixers.measures import saturation
 from longseq.mixers.registry import register
 from longseq.mixers.selective import SelectiveMixer
@@ -55,23 +54,21 @@ class Mamba(SelectiveMixer):
         draw_step_bias(self.rate_bias, self.dt_min, self.dt_max)
 
     def recur(
-        self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor | None,
-        cu_seqlens: Tensor | Packing | None, mask: Tensor | None, reverse: Reverse, keep: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor | None, options: ScanOptions
+    ) -> tuple[Tensor, Tensor | None]:
         step = step_size(rate, self.rate_bias)
-        self.observe("gate_saturation", lambda: self._saturation(step, mask))
-        step = step if mask is None else step * mask.unsqueeze(-1)
-        options = self.call_options(keep, cu_seqlens, reverse)
-        return selective_scan(x, step, _rates(self.A_log), key, query, initial_state=memory, **options)
+        self.observe("gate_saturation", lambda: self._saturation(step, options.mask))
+        step = step if options.mask is None else step * options.mask.unsqueeze(-1)
+        call = self.call_options(options)
+        return selective_scan(x, step, _rates(self.A_log), key, query, initial_state=memory, **call)
 
     def recur_pair(
-        self, backward: Self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, mask: Tensor | None
+        self, backward: Self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, options: ScanOptions
     ) -> Tensor:
         bias, A_log = stack_pair(self.rate_bias, backward.rate_bias), stack_pair(self.A_log, backward.A_log)
         step = step_size(rate.unflatten(0, (2, -1)), bias[:, None, None]).flatten(0, 1)
-        if mask is not None:
-            step = step * mask.unsqueeze(-1)
-        return selective_scan(x, step, _rates(A_log), key, query, reverse="second_half", backend=self.backend)[0]
+        step = step if options.mask is None else step * options.mask.unsqueeze(-1)
+        return selective_scan(x, step, _rates(A_log), key, query, **self.call_options(options))[0]
 
     def recur_step(self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         delta = step_size(rate, self.rate_bias)

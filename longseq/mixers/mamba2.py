@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -12,27 +10,20 @@ from typing_extensions import Self
 from longseq.blocks.convolution import ShortConvolution
 from longseq.blocks.linear import AlignedLinear
 from longseq.blocks.norm import RMSNorm
-from longseq.blocks.pairs import repeat_rows, stack_pair
+from longseq.blocks.pairs import stack_pair
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import silu_product
-from longseq.kernels.packing import Packing
-from longseq.kernels.reading import Reverse, halves
-from longseq.mixers.base import Device, memory_dtype, required
+from longseq.kernels.reading import halves
+from longseq.mixers.base import ALL_TOKENS, Device, ScanOptions, memory_dtype, required
 from longseq.mixers.gated_linear import GatedLinearMixer, recurrence_flops
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.registry import register
+from longseq.mixers.states import ConvolvedState
 from longseq.mixers.step_size import draw_decay_rates, draw_step_bias, step_size
 
 
-class Mamba2State(NamedTuple):
-    """The convolution's last inputs `[B, I + 2 G N, W - 1]` and the memory `[B, H, N, P]`."""
-
-    convolution: Tensor
-    memory: Tensor
-
-
 @register("mamba2")
-class Mamba2(GatedLinearMixer[Mamba2State]):
+class Mamba2(GatedLinearMixer[ConvolvedState]):
     """State space duality: a scalar decay for each head, input and output maps shared by groups of heads.
 
         z, x, B, C, dt = in_proj(u);  x, B, C = SiLU(conv(x, B, C));  Δ = softplus(dt + dt_bias)
@@ -92,49 +83,38 @@ class Mamba2(GatedLinearMixer[Mamba2State]):
         self.D.fill_(1.0)
 
     def scan(
-        self,
-        projected: Tensor,
-        state: Mamba2State | None = None,
-        *,
-        cu_seqlens: Tensor | Packing | None = None,
-        mask: Tensor | None = None,
-        reverse: Reverse = False,
-        output_final_state: bool = True,
-    ) -> tuple[Tensor, Mamba2State | None]:
+        self, projected: Tensor, state: ConvolvedState | None = None, options: ScanOptions = ALL_TOKENS
+    ) -> tuple[Tensor, ConvolvedState | None]:
         convolution, memory = (None, None) if state is None else state
         z, mixed, rate = self._split(projected)
-        mixed, convolution = self.convolution(
-            mixed, convolution, cu_seqlens=cu_seqlens, mask=mask, reverse=reverse, output_final_state=output_final_state
-        )
+        mixed, convolution = self.convolution(mixed, convolution, **options._asdict())
         x, key, query = self._heads(mixed)
         v, g = self._discretise(x, rate, self.A_log, self.dt_bias)
-        y, memory = self.recur(query, key, v, g, memory, cu_seqlens, mask, reverse=reverse, keep=output_final_state)
-        y = self._read_out(y, x, z)
-        return y, Mamba2State(required(convolution), required(memory)) if output_final_state else None
+        y, memory = self.recur(query, key, v, g, memory, options)
+        last = ConvolvedState(required(convolution), required(memory)) if options.output_final_state else None
+        return self._read_out(y, x, z), last
 
     def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         z, mixed, rate = self._split(projected)
         x, key, query = self._heads(self.convolution.convolve_pair(backward.convolution, mixed, mask))
         A_log, dt_bias = stack_pair(self.A_log, backward.A_log), stack_pair(self.dt_bias, backward.dt_bias)
         v, g = self._discretise(x.unflatten(0, (2, -1)), rate, A_log[:, None, None], dt_bias[:, None, None])
-        y, _ = self.recur(
-            query, key, v.flatten(0, 1), g.flatten(0, 1), None, None, repeat_rows(mask), reverse="second_half"
-        )
+        y, _ = self.recur(query, key, v.flatten(0, 1), g.flatten(0, 1), None, ScanOptions.of_pair(mask))
         (ahead, behind), (x, x_behind) = halves(y), halves(x)
         return self._read_out(ahead, x, z) + backward._read_out(behind, x_behind, z)
 
-    def scan_step(self, projected: Tensor, state: Mamba2State) -> tuple[Tensor, Mamba2State]:
+    def scan_step(self, projected: Tensor, state: ConvolvedState) -> tuple[Tensor, ConvolvedState]:
         z, mixed, rate = self._split(projected)
-        mixed, convolution = self.convolution.step(mixed, state.convolution)
+        mixed, convolution = self.convolution.step(mixed, required(state.convolution))
         x, key, query = self._heads(mixed)
         v, g = self._discretise(x, rate, self.A_log, self.dt_bias)
         y, memory = self.recur_step(query, key, v, g, state.memory)
-        return self._read_out(y, x, z), Mamba2State(convolution, memory)
+        return self._read_out(y, x, z), ConvolvedState(convolution, memory)
 
-    def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> Mamba2State:
+    def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> ConvolvedState:
         shape = (batch, self.num_heads, self.state_size, self.head_dim)
         memory = torch.zeros(shape, device=device, dtype=memory_dtype(dtype))
-        return Mamba2State(self.convolution.initial_state(batch, device, memory.dtype), memory)
+        return ConvolvedState(self.convolution.initial_state(batch, device, memory.dtype), memory)
 
     def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         z, mixed, rate = projected.split([self.inner, self.mixed_width, self.num_heads], dim=-1)

@@ -15,8 +15,8 @@ from longseq.blocks.precision import at_least_float32
 from longseq.blocks.token_shift import latest_token, previous_tokens
 from longseq.kernels import linear_attention, linear_attention_step, silu_product
 from longseq.kernels.dispatch import is_exporting
-from longseq.kernels.packing import Packing, pack_like
-from longseq.mixers.base import Device, Mixer, memory_dtype, required
+from longseq.kernels.packing import Packing
+from longseq.mixers.base import ALL_TOKENS, Device, Mixer, ScanOptions, memory_dtype, required
 from longseq.mixers.gated_linear import recurrence_flops
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.measures import mean_norm, saturation
@@ -114,23 +114,17 @@ class Mamba3(Mixer[Mamba3State]):
             ones.fill_(1.0)
 
     def scan(
-        self,
-        projected: Tensor,
-        state: Mamba3State | None = None,
-        *,
-        cu_seqlens: Tensor | Packing | None = None,
-        mask: Tensor | None = None,
-        output_final_state: bool = True,
+        self, projected: Tensor, state: Mamba3State | None = None, options: ScanOptions = ALL_TOKENS
     ) -> tuple[Tensor, Mamba3State | None]:
         # With δ_t = (1 − σ) Δ_t, h_t + δ_{t+1} b_t x_tᵀ is a linear attention's memory with keys (σ Δ_t + δ_{t+1}) b_t.
-        packing, (z, inputs) = pack_like(cu_seqlens, projected), self._split(projected)
-        x, b, c, step, g, delta, turn = inputs
+        packing, mask = options.cu_seqlens, options.mask
+        z, (x, b, c, step, g, delta, turn) = self._split(projected)
         self.observe("gate_saturation", lambda: saturation(g.exp(), mask))
         if mask is not None:
             real = mask.unsqueeze(-1)
             step, g, delta, turn = step * real, g * real, delta * real, turn * real.unsqueeze(-1)
-        options: dict[str, Any] = {"cu_seqlens": packing, "mask": mask, "backend": self.backend}
-        later, first = previous_tokens(delta, reverse=True, output_final_state=True, **options)
+        shift: dict[str, Any] = {"cu_seqlens": packing, "mask": mask, "backend": self.backend}
+        later, first = previous_tokens(delta, reverse=True, output_final_state=True, **shift)
         phase = _add_up(turn, None if state is None else state.phase, packing)
         product = (b * c).sum(-1, dtype=later.dtype)  # turns leave it as it is
         b, c = _turn(phase, b, c)
@@ -139,12 +133,11 @@ class Mamba3(Mixer[Mamba3State]):
         memory = None
         if state is not None:
             memory = state.memory + (required(first) * state.key).unsqueeze(-1) * state.value.unsqueeze(-2)
-        keep = self.call_options(output_final_state, packing)
-        o, memory = linear_attention(c, key, x, g=g, initial_state=memory, **keep)
+        o, memory = linear_attention(c, key, x, g=g, initial_state=memory, **self.call_options(options))
         self.observe("state_norm", lambda: mean_norm(memory))
         o = o - (later * product).unsqueeze(-1) * x
         y = self._read_out(o, x, z)
-        if not output_final_state:
+        if not options.output_final_state:
             return y, None
         rows = projected.shape[0] if packing is None else packing.count
         start = state or Mamba3.initial_state(self, rows, projected.device, projected.dtype)

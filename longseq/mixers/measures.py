@@ -11,11 +11,7 @@ def mean_norm(memory: Tensor | None) -> Tensor:
     return memory.flatten(max(1, memory.ndim - 2)).norm(dim=-1).mean()
 
 
-def token_mean(x: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Mean of `x [B, T, ...]` over the real tokens of `mask [B, T]`."""
-    return (x if mask is None else x[mask]).mean()
-
-
 def saturation(gate: Tensor, mask: Tensor | None = None) -> Tensor:
     """Share of gate values `[B, T, ...]` below 0.01 or above 0.99, over the real tokens."""
-    return token_mean(((gate < 0.01) | (gate > 0.99)).float(), mask)
+    gate = gate if mask is None else gate[mask]
+    return ((gate < 0.01) | (gate > 0.99)).float().mean()

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from longseq.blocks.convolution import ShortConvolution
-from longseq.kernels.packing import Packing
-from longseq.kernels.reading import Reverse
-from longseq.mixers.base import Device, Mixer, memory_dtype, required
+from longseq.mixers.base import ALL_TOKENS, Device, Mixer, ScanOptions, memory_dtype, required
 
 # The options that every mixer has, with the values that add nothing.
 ADDED: dict[str, Any] = {"convolution_width": 0, "output_gate": False}
@@ -62,23 +60,14 @@ class Parts(Mixer[PartsState]):
         self.added_gate = None  # its logits come with what the other mixer projects
 
     def read(
-        self,
-        projected: Tensor,
-        state: PartsState | None = None,
-        *,
-        reverse: Reverse = False,
-        cu_seqlens: Packing | None = None,
-        mask: Tensor | None = None,
-        output_final_state: bool = True,
+        self, projected: Tensor, state: PartsState | None = None, options: ScanOptions = ALL_TOKENS
     ) -> tuple[Tensor, PartsState | None]:
         convolution, own = (None, None) if state is None else state
-        options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "mask": mask, "reverse": reverse}
-        options["output_final_state"] = output_final_state
         u, logits = self._part_from_gate(projected)
         if self.added_convolution is not None:
-            u, convolution = self.added_convolution(u, convolution, **options)
-        y, own = super().read(u, own, **options)
-        return self._multiply_by_gate(y, logits), PartsState(convolution, own) if output_final_state else None
+            u, convolution = self.added_convolution(u, convolution, **options._asdict())
+        y, own = super().read(u, own, options)
+        return self._multiply_by_gate(y, logits), PartsState(convolution, own) if options.output_final_state else None
 
     def read_step(self, projected: Tensor, state: PartsState) -> tuple[Tensor, PartsState]:
         convolution, own = state
@@ -143,9 +132,3 @@ def missing_options(kind: type[Mixer[Any]]) -> dict[str, Any]:
     """The options of `ADDED` that a mixer's constructor lacks."""
     own = inspect.signature(kind).parameters
     return {name: value for name, value in ADDED.items() if name not in own}
-
-
-def without_parts(kind: type[Mixer[Any]]) -> type[Mixer[Any]]:
-    """The class of a mixer to which `with_parts` added some."""
-    base: type[Mixer[Any]] = kind.__bases__[1] if issubclass(kind, Parts) else kind
-    return base

@@ -9,8 +9,8 @@ from typing import Any
 
 from longseq.mixers.registry import get
 
-# one name; names in turn; or a name, with other names at chosen layers
-Pattern = str | Sequence[str] | Mapping[str, Any]
+# A name or several, spelled as in `expand_pattern`; or names in turn.
+Pattern = str | Sequence[str]
 
 _TERM = re.compile(r"(?:(?P<count>[1-9]\d*)x)?(?P<name>[^\W\d]\w*)(?P<layers>(?:@\d+)*)")
 
@@ -25,7 +25,6 @@ def expand_pattern(pattern: Pattern, depth: int) -> tuple[str, ...]:
         "3xdeltanet+attention"           three and one in turn, from the first layer to the last
         ["deltanet", "attention"]        the same as "deltanet+attention"
         "deltanet+attention@1@12"        attention in layers 1 and 12, counted from 0, and deltanet in the others
-        {"default": "deltanet", "layers": {1: "attention", 12: "attention"}}        the same
 
     The last turn may be incomplete.
 
@@ -78,9 +77,6 @@ def options_by_name(pattern: Pattern, options: Mapping[str, Any] | None) -> dict
 def _parse(pattern: Pattern) -> _Parsed:
     if isinstance(pattern, str):
         return _parse_terms(pattern)
-    if isinstance(pattern, Mapping) and set(pattern) == {"default", "layers"}:
-        chosen = "".join(f"+{name}@{index}" for index, name in pattern["layers"].items())
-        return _parse_terms(spell_pattern(pattern["default"]) + chosen)
     if isinstance(pattern, Sequence) and pattern and all(isinstance(name, str) for name in pattern):
         return _parse_terms("+".join(pattern))
     raise ValueError(f"mixer={pattern!r} is no pattern of mixers")

@@ -1,17 +1,14 @@
-"""Mixers by name, and their revisions: weights are refused if the code now computes another function of them."""
+"""Mixers by name."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
-from torch import nn
-
-from longseq.blocks.sharding import unsharded_class
 from longseq.mixers.base import Mixer
-from longseq.mixers.parts import missing_options, with_parts, without_parts
+from longseq.mixers.parts import missing_options, with_parts
 
 _REGISTRY: dict[str, type[Mixer[Any]]] = {}
 
@@ -73,24 +70,3 @@ def create(name: str, d_model: int, **chosen: Any) -> Mixer[Any]:
     kind: Any = get(name)
     missing = {option: chosen.pop(option) for option in missing_options(kind) if option in chosen}
     return with_parts(kind)(d_model, **chosen, **missing) if any(missing.values()) else kind(d_model, **chosen)
-
-
-def mixer_revisions(model: nn.Module) -> dict[str, int]:
-    """The revision of each registered mixer in the model, by name."""
-    mixers = [module for module in model.modules() if isinstance(module, Mixer)]
-    return {
-        name: mixer.revision for mixer in mixers if (name := name_of(without_parts(unsharded_class(mixer)))) is not None
-    }
-
-
-def check_revisions(model: nn.Module, saved: Mapping[str, int] | None) -> None:
-    """Raise ValueError if a mixer computed another function of its weights when `saved` was recorded.
-
-    Mixers without a record count as the first revision.
-    """
-    for name, revision in mixer_revisions(model).items():
-        trained = (saved or {}).get(name, 1)
-        if trained != revision:
-            raise ValueError(
-                f"its {name} layers are of revision {trained}, and this version of longseq computes revision {revision}"
-            )

@@ -11,10 +11,9 @@ from typing_extensions import Self
 
 from longseq.blocks.norm import RMSNorm
 from longseq.blocks.pairs import repeat_rows
-from longseq.blocks.rotary import check_rotary, count_positions, rotary_angles, rotate_pairs
-from longseq.kernels.packing import Packing, pack_like
-from longseq.kernels.reading import Reverse
-from longseq.mixers.base import Device, memory_dtype, required
+from longseq.blocks.rotary import check_rotary, count_positions, rotate_pairs, shared_angles
+from longseq.kernels.packing import Packing
+from longseq.mixers.base import ALL_TOKENS, Device, ScanOptions, memory_dtype, required
 from longseq.mixers.gated_linear import GatedLinearMixer, recurrence_flops
 from longseq.mixers.heads import FEATURE_MAPS, check_groups, choose_heads, repeat_groups
 from longseq.mixers.registry import register
@@ -87,36 +86,23 @@ class RetNet(GatedLinearMixer[RetNetState]):
         self.out_proj = nn.Linear(values, d_model, bias=False)
 
     def scan(
-        self,
-        projected: Tensor,
-        state: RetNetState | None = None,
-        *,
-        cu_seqlens: Tensor | Packing | None = None,
-        mask: Tensor | None = None,
-        reverse: Reverse = False,
-        output_final_state: bool = True,
+        self, projected: Tensor, state: RetNetState | None = None, options: ScanOptions = ALL_TOKENS
     ) -> tuple[Tensor, RetNetState | None]:
         memory, start = (None, None) if state is None else state
-        positions, following = count_positions(projected, start, cu_seqlens=cu_seqlens, mask=mask, reverse=reverse)
+        packing, mask, reverse, _ = options
+        positions, following = count_positions(projected, start, cu_seqlens=packing, mask=mask, reverse=reverse)
         q, k, v, gate = self._split(projected)
-        packing = pack_like(cu_seqlens, projected) if start is None and not reverse else None
-        if packing is None:
-            angles = self._angles(q, positions)
-        else:  # positions in each sequence, the same in all layers
-            key = ("rotary", q.shape[-1], self.rotary_base, *self.rotary_scaling.items(), q.dtype)
-            angles = packing.once(key, lambda: self._angles(q, positions))
-        q, k, g = self._turn(q, k, *angles)
-        o, memory = self.recur(
-            q, k, v, g, memory, cu_seqlens, mask, scale=self.key_dim**-0.5, reverse=reverse, keep=output_final_state
-        )
-        return self.read_out(o, gate), RetNetState(required(memory), following) if output_final_state else None
+        q, k, g = self._place(q, k, positions, None if start is not None or reverse else packing)
+        o, memory = self.recur(q, k, v, g, memory, options, self.key_dim**-0.5)
+        last = RetNetState(required(memory), following) if options.output_final_state else None
+        return self.read_out(o, gate), last
 
     def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         q, k, v, gate = self._split(projected)
-        v, mask = repeat_rows(v), repeat_rows(mask)
-        positions, _ = count_positions(v, mask=mask, reverse="second_half")
+        v, options = repeat_rows(v), ScanOptions.of_pair(mask)
+        positions, _ = count_positions(v, mask=options.mask, reverse=options.reverse)
         q, k, g = self._place(repeat_rows(q), repeat_rows(k), positions)
-        o, _ = self.recur(q, k, v, g, None, None, mask, scale=self.key_dim**-0.5, reverse="second_half")
+        o, _ = self.recur(q, k, v, g, None, options, self.key_dim**-0.5)
         return self.read_out_pair(backward, o, gate)
 
     def scan_step(self, projected: Tensor, state: RetNetState) -> tuple[Tensor, RetNetState]:
@@ -136,17 +122,14 @@ class RetNet(GatedLinearMixer[RetNetState]):
         k, v = (repeat_groups(x.unflatten(-1, (self.num_kv_heads, -1)), self.num_heads) for x in (k, v))
         return q.unflatten(-1, (self.num_heads, -1)), k, v, gate
 
-    def _angles(self, q: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return rotary_angles(q, positions, self.rotary_base, self.rotary_scaling)
-
-    def _place(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _place(
+        self, q: Tensor, k: Tensor, positions: Tensor, packing: Packing | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys rotated by their positions, and the log decay `[..., H]`."""
-        return self._turn(q, k, *self._angles(q, positions))
-
-    def _turn(self, q: Tensor, k: Tensor, cosine: Tensor, sine: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        angles = shared_angles(q, positions, self.rotary_base, self.rotary_scaling, packing)
         head = torch.arange(self.num_heads, device=q.device, dtype=memory_dtype(q.dtype))
         g = self._log_decays(head).expand(*q.shape[:-1])
-        return rotate_pairs(q, cosine, sine), rotate_pairs(k, cosine, sine), g
+        return rotate_pairs(q, *angles), rotate_pairs(k, *angles), g
 
     def _log_decays(self, head: Tensor) -> Tensor:
         """log γ of the heads of these numbers."""

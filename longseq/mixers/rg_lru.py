@@ -2,37 +2,27 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import Self
 
 from longseq.blocks.convolution import ShortConvolution
-from longseq.blocks.pairs import repeat_rows, stack_pair
+from longseq.blocks.pairs import stack_pair
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import linear_attention, linear_attention_step
-from longseq.kernels.packing import Packing
-from longseq.kernels.reading import Reverse
-from longseq.mixers.base import Device, Mixer, memory_dtype, required
+from longseq.mixers.base import ALL_TOKENS, Device, Mixer, ScanOptions, memory_dtype, required
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.measures import mean_norm, saturation
 from longseq.mixers.registry import register
+from longseq.mixers.states import ConvolvedState
 
 DECAY_EXPONENT = 8.0
 TAP_DEVIATION = 0.1  # the standard deviation of the sum of the initial taps
 
 
-class RGLRUState(NamedTuple):
-    """The convolution's last inputs `[B, I, W - 1]`, and the memory `[B, H, 1, I / H]`, one number for each channel."""
-
-    convolution: Tensor
-    memory: Tensor
-
-
 @register("rg_lru")
-class RGLRU(Mixer[RGLRUState]):
+class RGLRU(Mixer[ConvolvedState]):
     """A real-gated linear recurrent unit between two branches.
 
         x, z = W_in u;   x = conv(x);   r, i = sigmoid(W_a x + b_a), sigmoid(W_x x + b_x)
@@ -58,7 +48,6 @@ class RGLRU(Mixer[RGLRUState]):
     reads_backwards = True
     reads_pairs = True
     no_weight_decay_names = ("decay", "gate_bias")
-    revision = 2  # the first had the exact GELU
 
     def __init__(
         self,
@@ -92,28 +81,17 @@ class RGLRU(Mixer[RGLRUState]):
         self.gate_bias.zero_()
 
     def scan(
-        self,
-        projected: Tensor,
-        state: RGLRUState | None = None,
-        *,
-        cu_seqlens: Tensor | Packing | None = None,
-        mask: Tensor | None = None,
-        reverse: Reverse = False,
-        output_final_state: bool = True,
-    ) -> tuple[Tensor, RGLRUState | None]:
+        self, projected: Tensor, state: ConvolvedState | None = None, options: ScanOptions = ALL_TOKENS
+    ) -> tuple[Tensor, ConvolvedState | None]:
         convolution, memory = (None, None) if state is None else state
         x, branch = projected.chunk(2, dim=-1)
-        x, convolution = self.convolution(
-            x, convolution, cu_seqlens=cu_seqlens, mask=mask, reverse=reverse, output_final_state=output_final_state
-        )
+        x, convolution = self.convolution(x, convolution, **options._asdict())
         gates = self._gates(x, self.gate_weight, self.gate_bias)
-        self.observe("gate_saturation", lambda: saturation(gates, mask))
-        h, memory = self._recur(
-            *self._recurrence(x, gates, self.decay), memory, cu_seqlens, mask, reverse, keep=output_final_state
-        )
+        self.observe("gate_saturation", lambda: saturation(gates, options.mask))
+        h, memory = self._recur(*self._recurrence(x, gates, self.decay), memory, options)
         self.observe("state_norm", lambda: mean_norm(memory))
-        y = self._gate(h, branch)
-        return y, RGLRUState(required(convolution), required(memory)) if output_final_state else None
+        last = ConvolvedState(required(convolution), required(memory)) if options.output_final_state else None
+        return self._gate(h, branch), last
 
     def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         x, branch = projected.chunk(2, dim=-1)
@@ -125,33 +103,31 @@ class RGLRU(Mixer[RGLRUState]):
         )
         gates = self._gates(x, weight, bias[:, None, None])
         decay, update = (y.flatten(0, 1) for y in self._recurrence(x, gates, decay[:, None, None]))
-        h, _ = self._recur(decay, update, None, None, repeat_rows(mask), "second_half")
+        h, _ = self._recur(decay, update, None, ScanOptions.of_pair(mask))
         return self._gate(h.unflatten(0, (2, -1)).sum(0), branch)
 
     def _recur(
-        self, decay: Tensor, update: Tensor, memory: Tensor | None, cu_seqlens: Tensor | Packing | None,
-        mask: Tensor | None, reverse: Reverse, keep: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        self, decay: Tensor, update: Tensor, memory: Tensor | None, options: ScanOptions
+    ) -> tuple[Tensor, Tensor | None]:
         """The recurrence: h `[B, T, H, I / H]` and the last memory."""
-        if mask is not None:
-            decay, update = decay * mask[..., None, None], update * mask[..., None, None]
+        if options.mask is not None:
+            decay, update = (x * options.mask[..., None, None] for x in (decay, update))
         # Two tensors: torch.compile refuses one tensor for two arguments.
         query, key = (torch.ones_like(update[..., :1]) for _ in range(2))
-        options = self.call_options(keep, cu_seqlens, reverse)
-        return linear_attention(query, key, update, g_value=decay, initial_state=memory, **options)
+        return linear_attention(query, key, update, g_value=decay, initial_state=memory, **self.call_options(options))
 
-    def scan_step(self, projected: Tensor, state: RGLRUState) -> tuple[Tensor, RGLRUState]:
+    def scan_step(self, projected: Tensor, state: ConvolvedState) -> tuple[Tensor, ConvolvedState]:
         x, branch = projected.chunk(2, dim=-1)
-        x, convolution = self.convolution.step(x, state.convolution)
+        x, convolution = self.convolution.step(x, required(state.convolution))
         decay, update = self._recurrence(x, self._gates(x, self.gate_weight, self.gate_bias), self.decay)
         one = torch.ones_like(update[..., :1])
         h, memory = linear_attention_step(one, one, update, state.memory, g_value=decay, backend=self.step_backend)
-        return self._gate(h, branch), RGLRUState(convolution, memory)
+        return self._gate(h, branch), ConvolvedState(convolution, memory)
 
-    def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> RGLRUState:
+    def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> ConvolvedState:
         dtype = memory_dtype(dtype)
         memory = torch.zeros(batch, self.num_heads, 1, self.head_dim, device=device, dtype=dtype)
-        return RGLRUState(self.convolution.initial_state(batch, device, dtype), memory)
+        return ConvolvedState(self.convolution.initial_state(batch, device, dtype), memory)
 
     def _gates(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         """r and i, concatenated: `[..., H, 2 I / H]`. For a pair, x is `[2, B, T, I]` and the weight `[2, H, ...]`."""

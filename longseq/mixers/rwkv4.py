@@ -16,10 +16,10 @@ from longseq.blocks.token_shift import latest_token, previous_tokens, previous_t
 from longseq.kernels import linear_attention, linear_attention_step
 from longseq.kernels.chunks import scan
 from longseq.kernels.dispatch import is_exporting
-from longseq.kernels.packing import Packing, pack_like
+from longseq.kernels.packing import Packing
 from longseq.kernels.precision import without_autocast
 from longseq.kernels.reading import Reverse, halves, turn
-from longseq.mixers.base import Device, Mixer, memory_dtype, required
+from longseq.mixers.base import ALL_TOKENS, Device, Mixer, ScanOptions, memory_dtype, required
 from longseq.mixers.heads import largest_heads
 from longseq.mixers.measures import saturation
 from longseq.mixers.registry import register
@@ -92,29 +92,19 @@ class RWKV4(Mixer[RWKV4State]):
         return x
 
     def scan(
-        self,
-        projected: Tensor,
-        state: RWKV4State | None = None,
-        *,
-        cu_seqlens: Tensor | Packing | None = None,
-        mask: Tensor | None = None,
-        reverse: Reverse = False,
-        output_final_state: bool = True,
+        self, projected: Tensor, state: RWKV4State | None = None, options: ScanOptions = ALL_TOKENS
     ) -> tuple[Tensor, RWKV4State | None]:
-        packing = pack_like(cu_seqlens, projected)
         shift = None if state is None else state.shift
-        options = {**self.call_options(output_final_state, packing, reverse), "mask": mask}
-        previous, latest = previous_tokens(projected, shift, **options)
+        previous, latest = previous_tokens(projected, shift, **self.call_options(options), mask=options.mask)
         r, k, v = self._project(projected, previous)
-        self.observe("gate_saturation", lambda: saturation(r.sigmoid(), mask))
-        o, memory = self._average(k, v, self.decay, self.bonus, state, packing, mask, reverse, keep=output_final_state)
+        self.observe("gate_saturation", lambda: saturation(r.sigmoid(), options.mask))
+        o, memory = self._average(k, v, self.decay, self.bonus, state, options)
         return _gate(o, r), None if memory is None else RWKV4State(required(latest), *memory)
 
     def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
+        options = ScanOptions.of_pair(mask)
         if backward is self:  # one projection for the rows of both directions
-            y, _ = self.scan(
-                repeat_rows(projected), mask=repeat_rows(mask), reverse="second_half", output_final_state=False
-            )
+            y, _ = self.scan(repeat_rows(projected), None, options)
             return y.unflatten(0, (2, -1)).sum(0)
         previous = previous_tokens_pair(projected, mask=mask, backend=self.backend)
         pair, rows = (self, backward), projected.shape[0]
@@ -124,7 +114,7 @@ class RWKV4(Mixer[RWKV4State]):
             torch.stack(both).unsqueeze(1).expand(-1, rows, -1).flatten(0, 1).unsqueeze(1)
             for both in ((self.decay, backward.decay), (self.bonus, backward.bonus))
         )
-        o, _ = self._average(k, v, decay, bonus, None, None, repeat_rows(mask), "second_half")
+        o, _ = self._average(k, v, decay, bonus, None, options)
         return _gate(o, r).unflatten(0, (2, -1)).sum(0)
 
     def scan_step(self, projected: Tensor, state: RWKV4State) -> tuple[Tensor, RWKV4State]:
@@ -156,13 +146,13 @@ class RWKV4(Mixer[RWKV4State]):
         return self.receptance(for_receptance), self.key(for_key), self.value(for_value)
 
     def _average(
-        self, k: Tensor, v: Tensor, decay: Tensor, bonus: Tensor, state: RWKV4State | None, packing: Packing | None,
-        mask: Tensor | None, reverse: Reverse, keep: bool = False,
-    ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:  # fmt: skip
-        """o `[B, T, d_model]`; and the last numerator, denominator and exponent, with `keep`.
+        self, k: Tensor, v: Tensor, decay: Tensor, bonus: Tensor, state: RWKV4State | None, options: ScanOptions
+    ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor] | None]:
+        """o `[B, T, d_model]`; and the last numerator, denominator and exponent, if they are wanted.
 
         `decay` and `bonus` are `[d_model]`, or `[B, 1, d_model]` for rows of two mixers.
         """
+        packing, mask, reverse, keep = options
         k, v = at_least_float32(k), at_least_float32(v)
         with without_autocast(k):
             if state is None:
@@ -181,8 +171,8 @@ class RWKV4(Mixer[RWKV4State]):
             memory = self._heads(numerator, denominator)
             # Two tensors: torch.compile refuses one tensor for two arguments.
             query, key = (torch.ones_like(writes[..., :1]) for _ in range(2))
-            options = self.call_options(keep, packing, reverse) | {"initial_state": memory.unsqueeze(-2)}
-            written, final = linear_attention(query, key, writes, g_value=self._heads(gate, gate), **options)
+            call = self.call_options(options) | {"initial_state": memory.unsqueeze(-2)}
+            written, final = linear_attention(query, key, writes, g_value=self._heads(gate, gate), **call)
             read = shift_tokens(written, memory, packing=packing, reverse=reverse)
             o = _read(*self._split(read), before, k, v, bonus)
             if not keep:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -14,25 +12,18 @@ from longseq.blocks.pairs import repeat_rows
 from longseq.blocks.precision import at_least_float32
 from longseq.blocks.token_shift import latest_token, previous_tokens, previous_tokens_pair, shift_tokens
 from longseq.kernels import linear_attention, linear_attention_step
-from longseq.kernels.packing import Packing, pack_like
-from longseq.kernels.reading import Reverse, halves
-from longseq.mixers.base import Device, Mixer, memory_dtype, required
+from longseq.kernels.reading import halves
+from longseq.mixers.base import ALL_TOKENS, Device, Mixer, ScanOptions, memory_dtype, required
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.measures import mean_norm, saturation
 from longseq.mixers.registry import register
+from longseq.mixers.states import ShiftedState
 
 PARTS = 5  # the decay, the key, the value, the receptance and the gate, in this order, each mix two tokens
 
 
-class RWKV6State(NamedTuple):
-    """The last token `[B, d_model, 1]` and the memory `[B, H, K, K]`."""
-
-    shift: Tensor
-    memory: Tensor
-
-
 @register("rwkv6")
-class RWKV6(Mixer[RWKV6State]):
+class RWKV6(Mixer[ShiftedState]):
     """Linear attention with a decay that depends on the token, a bonus for the current token and a token shift.
 
         x_□ = x_t + (x_{t−1} − x_t) ⊙ (μ_□ + tanh((x_t + (x_{t−1} − x_t) ⊙ μ_x) A_□) B_□)        □ in w, k, v, r, g
@@ -109,26 +100,17 @@ class RWKV6(Mixer[RWKV6State]):
         return x
 
     def scan(
-        self,
-        projected: Tensor,
-        state: RWKV6State | None = None,
-        *,
-        cu_seqlens: Tensor | Packing | None = None,
-        mask: Tensor | None = None,
-        reverse: Reverse = False,
-        output_final_state: bool = True,
-    ) -> tuple[Tensor, RWKV6State | None]:
+        self, projected: Tensor, state: ShiftedState | None = None, options: ScanOptions = ALL_TOKENS
+    ) -> tuple[Tensor, ShiftedState | None]:
         shift, memory = (None, None) if state is None else state
-        packing = pack_like(cu_seqlens, projected)
-        keep = self.needs_state(output_final_state)
-        options = {**self.call_options(output_final_state, packing, reverse), "mask": mask}
-        previous, latest = previous_tokens(projected, shift, **options)
+        packing, mask, reverse, output_final_state = options
+        previous, latest = previous_tokens(projected, shift, **self.call_options(options), mask=mask)
         r, k, v, decay, gate = self._project(projected, previous)
         self.observe("gate_saturation", lambda: saturation(decay.exp(), mask))
         if mask is not None:
             k, decay = k * mask[..., None, None], decay * mask[..., None, None]
-        o, memory = self._recur(r, k, v, decay, memory, packing, reverse, keep)
-        if keep:
+        o, memory = self._recur(r, k, v, decay, memory, options)
+        if self.needs_state(output_final_state):
             r_last, k_last, v_last, decay_last = (
                 latest_token(x, packing=packing, reverse=reverse) for x in (r, k, v, decay)
             )
@@ -137,52 +119,53 @@ class RWKV6(Mixer[RWKV6State]):
             )
             self.observe("state_norm", lambda: mean_norm(memory))
         y = self._read_out(o, r, k, v, gate)
-        return y, RWKV6State(required(latest), required(memory)) if output_final_state else None
+        return y, ShiftedState(required(latest), required(memory)) if output_final_state else None
 
     def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
+        options = ScanOptions.of_pair(mask)
         if backward is self:  # one projection for the rows of both directions
-            y, _ = self.scan(repeat_rows(projected), mask=repeat_rows(mask), reverse="second_half")
+            y, _ = self.scan(repeat_rows(projected), None, options)
             return y.unflatten(0, (2, -1)).sum(0)
         previous = previous_tokens_pair(projected, mask=mask, backend=self.backend)
         pair = (self, backward)
         tokens = [mixer._project(projected, own) for mixer, own in zip(pair, halves(previous), strict=True)]
         r, k, v, decay = (torch.cat(both) for both in list(zip(*tokens, strict=True))[:4])
-        if mask is not None:
-            real = repeat_rows(mask)[..., None, None]
-            k, decay = k * real, decay * real
-        o, _ = self._recur(r, k, v, decay, None, None, "second_half")
+        if options.mask is not None:
+            k, decay = (x * options.mask[..., None, None] for x in (k, decay))
+        o, _ = self._recur(r, k, v, decay, None, options)
         ahead, behind = (
             mixer._read_out(own, r, k, v, gate)
             for mixer, own, (r, k, v, _, gate) in zip(pair, halves(o), tokens, strict=True)
         )
         return ahead + behind
 
-    def scan_step(self, projected: Tensor, state: RWKV6State) -> tuple[Tensor, RWKV6State]:
+    def scan_step(self, projected: Tensor, state: ShiftedState) -> tuple[Tensor, ShiftedState]:
         previous = state.shift.squeeze(-1).to(projected.dtype)
         r, k, v, decay, gate = self._project(projected, previous)
         o, _ = linear_attention_step(r, torch.zeros_like(k), v, state.memory, backend=self.step_backend)
         _, memory = linear_attention_step(r, k, v, state.memory, g=decay, backend=self.step_backend)
-        return self._read_out(o, r, k, v, gate), RWKV6State(projected.to(state.shift.dtype).unsqueeze(-1), memory)
+        return self._read_out(o, r, k, v, gate), ShiftedState(projected.to(state.shift.dtype).unsqueeze(-1), memory)
 
-    def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> RWKV6State:
+    def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> ShiftedState:
         dtype = memory_dtype(dtype)
         memory = torch.zeros(batch, self.num_heads, self.head_dim, self.head_dim, device=device, dtype=dtype)
-        return RWKV6State(torch.zeros(batch, self.d_model, 1, device=device, dtype=dtype), memory)
+        return ShiftedState(torch.zeros(batch, self.d_model, 1, device=device, dtype=dtype), memory)
 
     def _recur(
-        self, r: Tensor, k: Tensor, v: Tensor, decay: Tensor, memory: Tensor | None, packing: Packing | None,
-        reverse: Reverse, keep: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """S_{t−1}ᵀ r_t for all tokens, and the last S_{t−1} if `keep`.
+        self, r: Tensor, k: Tensor, v: Tensor, decay: Tensor, memory: Tensor | None, options: ScanOptions
+    ) -> tuple[Tensor, Tensor | None]:
+        """S_{t−1}ᵀ r_t for all tokens, and the last S_{t−1} if it is wanted.
 
         A token reads the state before it: keys, values and decays enter the operation one token later, the last ones
         not at all.
         """
+        packing = options.cu_seqlens
         rows = r.shape[0] if packing is None else packing.count
         k, v, decay = (
-            shift_tokens(x, x.new_zeros(rows, *x.shape[2:]), packing=packing, reverse=reverse) for x in (k, v, decay)
+            shift_tokens(x, x.new_zeros(rows, *x.shape[2:]), packing=packing, reverse=options.reverse)
+            for x in (k, v, decay)
         )
-        return linear_attention(r, k, v, g=decay, initial_state=memory, **self.call_options(keep, packing, reverse))
+        return linear_attention(r, k, v, g=decay, initial_state=memory, **self.call_options(options))
 
     def _project(self, x: Tensor, previous: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Receptance, key, value and log decay `[..., H, K]`, and the gate `[..., d_model]`, of each token."""

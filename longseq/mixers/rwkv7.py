@@ -15,21 +15,14 @@ from longseq.blocks.pairs import repeat_rows
 from longseq.blocks.precision import at_least_float32
 from longseq.blocks.token_shift import previous_tokens, previous_tokens_pair
 from longseq.kernels import delta_rule, delta_rule_step
-from longseq.kernels.packing import Packing, pack_like
-from longseq.kernels.reading import Reverse, halves
-from longseq.mixers.base import Device, Mixer, add_readings, memory_dtype, required
+from longseq.kernels.reading import halves
+from longseq.mixers.base import ALL_TOKENS, Device, Mixer, ScanOptions, add_readings, memory_dtype, required
 from longseq.mixers.heads import choose_heads
-from longseq.mixers.measures import mean_norm, saturation, token_mean
+from longseq.mixers.measures import mean_norm, saturation
 from longseq.mixers.registry import register
+from longseq.mixers.states import ShiftedState
 
 LOWEST = -math.exp(-0.5)  # log decay
-
-
-class RWKV7State(NamedTuple):
-    """The last token `[B, d_model, 1]` and the memory `[B, H, K, K]`."""
-
-    shift: Tensor
-    memory: Tensor
 
 
 class _Inputs(NamedTuple):
@@ -45,7 +38,7 @@ class _Inputs(NamedTuple):
 
 
 @register("rwkv7")
-class RWKV7(Mixer[RWKV7State]):
+class RWKV7(Mixer[ShiftedState]):
     """A generalised delta rule: decays and strengths for each channel, and different keys to erase and to write.
 
         x_□ = x_t + μ_□ ⊙ (x_{t−1} − x_t)                                                     □ in r, w, k, v, a, g
@@ -181,34 +174,25 @@ class RWKV7(Mixer[RWKV7State]):
         return torch.cat((super().project_out(y), values), dim=-1)
 
     def scan(
-        self,
-        projected: Tensor,
-        state: RWKV7State | None = None,
-        *,
-        cu_seqlens: Tensor | Packing | None = None,
-        mask: Tensor | None = None,
-        reverse: Reverse = False,
-        output_final_state: bool = True,
-    ) -> tuple[Tensor, RWKV7State | None]:
+        self, projected: Tensor, state: ShiftedState | None = None, options: ScanOptions = ALL_TOKENS
+    ) -> tuple[Tensor, ShiftedState | None]:
         shift, memory = (None, None) if state is None else state
         x, *first = projected.split(self.d_model, dim=-1)
-        packing = pack_like(cu_seqlens, x)
-        options = {**self.call_options(output_final_state, packing, reverse), "mask": mask}
-        previous, latest = previous_tokens(x, shift, **options)
+        mask = options.mask
+        previous, latest = previous_tokens(x, shift, **self.call_options(options), mask=mask)
         inputs = self._project(x, previous, *first)
         self.observe("gate_saturation", lambda: saturation(inputs.g / LOWEST, mask))
-        self.observe("key_write_norm", lambda: token_mean((inputs.read * inputs.erase).sum(-1), mask))
-        o, memory = self._recur(inputs, memory, packing, mask, reverse, output_final_state)
-        self.observe("state_norm", lambda: mean_norm(required(memory)))
-        last = RWKV7State(required(latest), required(memory)) if output_final_state else None
+        o, memory = self._recur(inputs, memory, options)
+        self.observe("state_norm", lambda: mean_norm(memory))
+        last = ShiftedState(required(latest), required(memory)) if options.output_final_state else None
         return self._read_out(o, inputs), last
 
     def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         x, *firsts = projected.split(self.d_model, dim=-1)
+        options = ScanOptions.of_pair(mask)
         if backward is self:  # one projection for the rows of both directions
             rows = [torch.cat((x, first), dim=-1) for first in firsts]
-            both = torch.cat(rows) if rows else repeat_rows(x)
-            y, _ = self.scan(both, mask=repeat_rows(mask), reverse="second_half", output_final_state=False)
+            y, _ = self.scan(torch.cat(rows) if rows else repeat_rows(x), None, options)
             return add_readings(halves(y), self.d_model)
         previous = halves(previous_tokens_pair(x, mask=mask, backend=self.backend))
         pair = (self, backward)
@@ -217,11 +201,11 @@ class RWKV7(Mixer[RWKV7State]):
             for mixer, own, first in zip(pair, previous, firsts or (None, None), strict=True)
         ]
         inputs = _Inputs(*map(torch.cat, zip(*tokens, strict=True)))
-        o, _ = self._recur(inputs, None, None, repeat_rows(mask), "second_half")
+        o, _ = self._recur(inputs, None, options)
         readings = [mixer._read_out(own, each) for mixer, own, each in zip(pair, halves(o), tokens, strict=True)]
         return add_readings(readings, self.d_model)
 
-    def scan_step(self, projected: Tensor, state: RWKV7State) -> tuple[Tensor, RWKV7State]:
+    def scan_step(self, projected: Tensor, state: ShiftedState) -> tuple[Tensor, ShiftedState]:
         x, *first = projected.split(self.d_model, dim=-1)
         inputs = self._project(x, state.shift.squeeze(-1).to(x.dtype), *first)
         r, read, v, erase, write, g, _ = inputs
@@ -229,12 +213,12 @@ class RWKV7(Mixer[RWKV7State]):
             r, read, v, state.memory, write_key=erase, value_key=write, g=g, read_before_decay=True,
             backend=self.step_backend,
         )  # fmt: skip
-        return self._read_out(o, inputs), RWKV7State(x.to(state.shift.dtype).unsqueeze(-1), memory)
+        return self._read_out(o, inputs), ShiftedState(x.to(state.shift.dtype).unsqueeze(-1), memory)
 
-    def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> RWKV7State:
+    def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> ShiftedState:
         dtype = memory_dtype(dtype)
         memory = torch.zeros(batch, self.num_heads, self.head_dim, self.head_dim, device=device, dtype=dtype)
-        return RWKV7State(torch.zeros(batch, self.d_model, 1, device=device, dtype=dtype), memory)
+        return ShiftedState(torch.zeros(batch, self.d_model, 1, device=device, dtype=dtype), memory)
 
     def _project(self, x: Tensor, previous: Tensor, first: Tensor | None = None) -> _Inputs:
         change = previous - x
@@ -261,16 +245,13 @@ class RWKV7(Mixer[RWKV7State]):
         gate = (for_gate @ self.gate_down).sigmoid() @ self.gate_up
         return _Inputs(r, read.to(r.dtype), v, (strength * read).to(r.dtype), write.to(r.dtype), g, gate)
 
-    def _recur(
-        self, inputs: _Inputs, memory: Tensor | None, packing: Packing | None, mask: Tensor | None, reverse: Reverse,
-        keep: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    def _recur(self, inputs: _Inputs, memory: Tensor | None, options: ScanOptions) -> tuple[Tensor, Tensor | None]:
         r, read, v, erase, write, g, _ = inputs
-        if mask is not None:
-            erase, write, g = (part * mask[..., None, None] for part in (erase, write, g))
+        if options.mask is not None:
+            erase, write, g = (part * options.mask[..., None, None] for part in (erase, write, g))
         return delta_rule(
             r, read, v, write_key=erase, value_key=write, g=g, read_before_decay=True, initial_state=memory,
-            **self.call_options(keep, packing, reverse),
+            **self.call_options(options),
         )  # fmt: skip
 
     def _read_out(self, o: Tensor, inputs: _Inputs) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -11,22 +11,14 @@ from typing_extensions import Self
 
 from longseq.blocks.convolution import ShortConvolution
 from longseq.blocks.linear import AlignedLinear, project_pair
-from longseq.blocks.pairs import repeat_rows, stack_pair
+from longseq.blocks.pairs import stack_pair
 from longseq.kernels import silu_product
-from longseq.kernels.packing import Packing
-from longseq.kernels.reading import Reverse
-from longseq.mixers.base import Device, Mixer, memory_dtype, required
+from longseq.mixers.base import ALL_TOKENS, Device, Mixer, ScanOptions, memory_dtype, required
 from longseq.mixers.measures import mean_norm
+from longseq.mixers.states import ConvolvedState
 
 
-class SelectiveState(NamedTuple):
-    """The convolution's last inputs `[B, I, W - 1]`, and the recurrent memory."""
-
-    convolution: Tensor
-    memory: Tensor
-
-
-class SelectiveMixer(Mixer[SelectiveState]):
+class SelectiveMixer(Mixer[ConvolvedState]):
     """Base of Mamba and Longhorn; a subclass supplies the recurrence.
 
         x, z = in_proj(u);  x = SiLU(conv(x));  r, k, q = x_proj(x)
@@ -71,68 +63,58 @@ class SelectiveMixer(Mixer[SelectiveState]):
         nn.init.ones_(self.D)
 
     def recur(
-        self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor | None,
-        cu_seqlens: Tensor | Packing | None, mask: Tensor | None, reverse: Reverse, keep: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """Run `x [B, T, I]`, `rate [B, T, R]`, `key, query [B, T, N]`: `[B, T, I]`, and the last memory if `keep`."""
+        self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor | None, options: ScanOptions
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run `x [B, T, I]`, `rate [B, T, R]`, `key, query [B, T, N]`: `[B, T, I]`, and the last memory if wanted."""
         raise NotImplementedError
 
     def recur_pair(
-        self, backward: Self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, mask: Tensor | None
+        self, backward: Self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, options: ScanOptions
     ) -> Tensor:
         """Run the recurrence over rows `[2 B, ...]`: the first half forward by this mixer, the second backward by
         `backward`.
 
         The default is for recurrences without parameters.
         """
-        return self.recur(x, rate, key, query, None, None, mask, "second_half")[0]
+        return self.recur(x, rate, key, query, None, options)[0]
 
     def recur_step(self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         """Run the recurrence over one token; the shapes are those of `recur` without T."""
         raise NotImplementedError
 
     def scan(
-        self,
-        projected: Tensor,
-        state: SelectiveState | None = None,
-        *,
-        cu_seqlens: Tensor | Packing | None = None,
-        mask: Tensor | None = None,
-        reverse: Reverse = False,
-        output_final_state: bool = True,
-    ) -> tuple[Tensor, SelectiveState | None]:
+        self, projected: Tensor, state: ConvolvedState | None = None, options: ScanOptions = ALL_TOKENS
+    ) -> tuple[Tensor, ConvolvedState | None]:
         convolution, memory = (None, None) if state is None else state
         x, gate = projected.chunk(2, dim=-1)
-        x, convolution = self.convolution(
-            x, convolution, cu_seqlens=cu_seqlens, mask=mask, reverse=reverse, output_final_state=output_final_state
-        )
-        y, memory = self.recur(x, *self._selection(x), memory, cu_seqlens, mask, reverse, keep=output_final_state)
+        x, convolution = self.convolution(x, convolution, **options._asdict())
+        y, memory = self.recur(x, *self._selection(x), memory, options)
         self.observe("state_norm", lambda: mean_norm(memory))
-        y = self._gate(y, x, gate, self.D)
-        return y, SelectiveState(required(convolution), required(memory)) if output_final_state else None
+        last = ConvolvedState(required(convolution), required(memory)) if options.output_final_state else None
+        return self._gate(y, x, gate, self.D), last
 
     def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         x, gate = projected.chunk(2, dim=-1)
         x = self.convolution.convolve_pair(backward.convolution, x, mask)
         rank, key, query = self._split(project_pair(self.x_proj, backward.x_proj, x))
         rate = project_pair(self.rate_proj, backward.rate_proj, rank)
-        y = self.recur_pair(backward, x, rate, key, query, repeat_rows(mask))
+        y = self.recur_pair(backward, x, rate, key, query, ScanOptions.of_pair(mask))
         return self._gate(y, x, gate, stack_pair(self.D, backward.D))
 
-    def scan_step(self, projected: Tensor, state: SelectiveState) -> tuple[Tensor, SelectiveState]:
+    def scan_step(self, projected: Tensor, state: ConvolvedState) -> tuple[Tensor, ConvolvedState]:
         x, gate = projected.chunk(2, dim=-1)
-        x, convolution = self.convolution.step(x, state.convolution)
+        x, convolution = self.convolution.step(x, required(state.convolution))
         y, memory = self.recur_step(x, *self._selection(x), state.memory)
-        return self._gate(y, x, gate, self.D), SelectiveState(convolution, memory)
+        return self._gate(y, x, gate, self.D), ConvolvedState(convolution, memory)
 
     @property
     def memory_shape(self) -> tuple[int, ...]:
         """Shape of one sequence's recurrent memory."""
         return self.inner, self.state_size
 
-    def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> SelectiveState:
+    def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> ConvolvedState:
         memory = torch.zeros(batch, *self.memory_shape, device=device, dtype=memory_dtype(dtype))
-        return SelectiveState(self.convolution.initial_state(batch, device, memory.dtype), memory)
+        return ConvolvedState(self.convolution.initial_state(batch, device, memory.dtype), memory)
 
     def _selection(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         rank, key, query = self._split(self.x_proj(x))

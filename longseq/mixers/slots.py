@@ -9,14 +9,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import Self
 
+from longseq.arguments import check_choice
 from longseq.blocks.norm import RMSNorm
 from longseq.blocks.pairs import repeat_rows
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import slot_attention, slot_attention_step
-from longseq.kernels.packing import Packing
-from longseq.kernels.reading import Reverse
 from longseq.kernels.slot_attention import ACTIVATIONS
-from longseq.mixers.base import Device, Mixer, memory_dtype, required
+from longseq.mixers.base import ALL_TOKENS, Device, Mixer, ScanOptions, memory_dtype, required
 from longseq.mixers.heads import FEATURE_MAPS, check_groups, choose_heads, repeat_groups
 from longseq.mixers.measures import mean_norm, saturation
 
@@ -59,8 +58,7 @@ class SlotMixer(Mixer[SlotState]):
         backend: str = "auto",
     ) -> None:
         super().__init__(d_model, backend=backend)
-        if activation not in ACTIVATIONS:
-            raise ValueError(f"activation {activation!r} is not one of {', '.join(ACTIVATIONS)}")
+        check_choice("activation", activation, ACTIVATIONS)
         width = d_model if head_dim is None else num_heads * head_dim
         self.num_heads, self.head_dim = choose_heads(width, num_heads, head_dim, preferred=1)
         self.num_kv_heads = check_groups(self.num_heads, num_kv_heads)
@@ -77,9 +75,8 @@ class SlotMixer(Mixer[SlotState]):
         self.out_proj = nn.Linear(width, d_model, bias=False)
 
     def write(
-        self, logits: Tensor, normalizer: Tensor | None, cu_seqlens: Tensor | Packing | None, mask: Tensor | None,
-        reverse: Reverse, keep: bool = False,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+        self, logits: Tensor, normalizer: Tensor | None, options: ScanOptions
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Log α and w `[B, T, H, M]` (w is None where it is 1 - α), and the normalisers, from `gate_width` channels."""
         raise NotImplementedError
 
@@ -92,24 +89,17 @@ class SlotMixer(Mixer[SlotState]):
         raise NotImplementedError
 
     def scan(
-        self,
-        projected: Tensor,
-        state: SlotState | None = None,
-        *,
-        cu_seqlens: Tensor | Packing | None = None,
-        mask: Tensor | None = None,
-        reverse: Reverse = False,
-        output_final_state: bool = True,
+        self, projected: Tensor, state: SlotState | None = None, options: ScanOptions = ALL_TOKENS
     ) -> tuple[Tensor, SlotState | None]:
         q, k, v, logits = self._split(projected)
         normalizer = None if state is None else state.normalizer
-        g, write, normalizer = self.write(logits, normalizer, cu_seqlens, mask, reverse, output_final_state)
-        options = {**self._rule, **self.call_options(output_final_state, cu_seqlens, reverse)}
+        g, write, normalizer = self.write(logits, normalizer, options)
         memory = None if state is None else (state.keys, state.values)
-        o, memory = slot_attention(q, k, v, g, write=write, initial_state=memory, **options)
+        call = {**self._rule, **self.call_options(options), "write": write}
+        o, memory = slot_attention(q, k, v, g, initial_state=memory, **call)
         self.observe("state_norm", lambda: mean_norm(torch.cat(required(memory), -1)))
-        self.observe("gate_saturation", lambda: saturation(g.exp() if write is None else write, mask))
-        return self._read_out(o), SlotState(*required(memory), normalizer) if output_final_state else None
+        self.observe("gate_saturation", lambda: saturation(g.exp() if write is None else write, options.mask))
+        return self._read_out(o), SlotState(*required(memory), normalizer) if options.output_final_state else None
 
     def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         q, k, v, logits = self._split(projected)

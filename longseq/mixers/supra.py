@@ -10,9 +10,9 @@ from torch.nn import functional
 from typing_extensions import Self
 
 from longseq.arguments import takes_also
-from longseq.blocks.pairs import repeat_rows
 from longseq.blocks.precision import at_least_float32
 from longseq.blocks.rotary import count_positions
+from longseq.mixers.base import ScanOptions
 from longseq.mixers.registry import register
 from longseq.mixers.retnet import RetNet
 
@@ -53,10 +53,10 @@ class Supra(RetNet):
         ahead = self._split(projected)
         behind = ahead if backward is self else backward._split(projected)
         q, k, v, gate = (torch.cat(both) for both in zip(ahead, behind, strict=True))
-        mask = repeat_rows(mask)
-        positions, _ = count_positions(v, mask=mask, reverse="second_half")
+        options = ScanOptions.of_pair(mask)
+        positions, _ = count_positions(v, mask=options.mask, reverse=options.reverse)
         q, k, g = self._place(q, k, positions)
-        o, _ = self.recur(q, k, v, g, None, None, mask, scale=self.key_dim**-0.5, reverse="second_half")
+        o, _ = self.recur(q, k, v, g, None, options, self.key_dim**-0.5)
         return self.read_out_pair(backward, o, gate)
 
     def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

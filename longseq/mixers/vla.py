@@ -12,9 +12,7 @@ from typing_extensions import Self
 from longseq.blocks.convolution import ShortConvolution
 from longseq.blocks.pairs import repeat_rows
 from longseq.kernels import map_features, variational_linear_attention, variational_linear_attention_step
-from longseq.kernels.packing import Packing
-from longseq.kernels.reading import Reverse
-from longseq.mixers.base import Device, Mixer, memory_dtype, required
+from longseq.mixers.base import ALL_TOKENS, Device, Mixer, ScanOptions, memory_dtype, required
 from longseq.mixers.heads import choose_heads
 from longseq.mixers.measures import mean_norm
 from longseq.mixers.registry import register
@@ -120,27 +118,18 @@ class VLA(Mixer[VLAState]):
             self.penalty.uniform_(-bound, bound)
 
     def scan(
-        self,
-        projected: Tensor,
-        state: VLAState | None = None,
-        *,
-        cu_seqlens: Tensor | Packing | None = None,
-        mask: Tensor | None = None,
-        reverse: Reverse = False,
-        output_final_state: bool = True,
+        self, projected: Tensor, state: VLAState | None = None, options: ScanOptions = ALL_TOKENS
     ) -> tuple[Tensor, VLAState | None]:
         convolution = None if state is None else state.convolution
         if self.convolution is not None:
-            reading: dict[str, Any] = {"cu_seqlens": cu_seqlens, "mask": mask, "reverse": reverse}
-            reading["output_final_state"] = output_final_state
-            projected, convolution = self.convolution(projected, convolution, **reading)
+            projected, convolution = self.convolution(projected, convolution, **options._asdict())
         q, k, v, u = self._features(projected)
-        options = {**self._options, **self.call_options(output_final_state, cu_seqlens, reverse), "mask": mask}
+        call = {**self._options, **self.call_options(options), "mask": options.mask}
         earlier = None if state is None else state[1:]
-        o, memory = variational_linear_attention(q, k, v, u, initial_state=earlier, **options)
+        o, memory = variational_linear_attention(q, k, v, u, initial_state=earlier, **call)
         self.observe("state_norm", lambda: mean_norm(required(memory)[0]))
         self.observe("smallest_eigenvalue", lambda: _smallest_eigenvalue(required(memory)[1]))
-        return o.flatten(-2), VLAState(convolution, *required(memory)) if output_final_state else None
+        return o.flatten(-2), VLAState(convolution, *required(memory)) if options.output_final_state else None
 
     def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         if self.convolution is None:
@@ -175,15 +164,8 @@ class VLA(Mixer[VLAState]):
     @property
     def _options(self) -> dict[str, Any]:
         """The options of the operation, for sequences and for one token."""
-        return {
-            "lambda0": self.lambda0,
-            "refresh_period": self.refresh_period,
-            "refresh": self.refresh,
-            "eps": self.eps,
-            "normalize_key": self.normalize_key,
-            "normalize_alpha": self.normalize_alpha,
-            "normalizer": self.normalizer,
-        }
+        names = ("lambda0", "refresh_period", "refresh", "eps", "normalize_key", "normalize_alpha", "normalizer")
+        return {name: getattr(self, name) for name in names}
 
     def _features(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """φ(q), φ(k), v and u of the projected tokens, `[..., H, K]`."""

@@ -170,7 +170,7 @@ def test_a_block_of_an_image_reads_real_tokens_alone(mixer, token_first):
     block, layout = tiny(mixer=mixer).blocks[0], Layout(3, 4, 6)
     x = torch.randn(2, 13, block.norm1.weight.shape[0])
     mask = torch.ones(2, 13, dtype=torch.bool)
-    mask[0, 9:], mask[1, 1 if token_first else 7] = False, False
+    mask[0, 9:], mask[1, 7] = False, False  # behind the class token, in both orders
     changed = torch.where(mask[..., None], x, 5.0)
     expected, actual = (block(tokens, layout, token_first=token_first, mask=mask) for tokens in (x, changed))
     torch.testing.assert_close(actual[mask], expected[mask])

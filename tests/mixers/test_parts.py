@@ -7,7 +7,7 @@ from torch.nn import functional
 from longseq import mixers
 from longseq.backbones.image import ImageBackbone
 from longseq.backbones.tokens import TokenBackbone
-from longseq.mixers.registry import create, mixer_revisions
+from longseq.mixers.registry import create
 
 BOTH = {"convolution_width": 4, "output_gate": True}
 
@@ -44,7 +44,6 @@ def test_images_read_both_ways(share):
     options = {"mixer": "longhorn", "mixer_options": {"output_gate": True}, "share_directions": share}
     model = ImageBackbone(img_size=32, patch_size=8, embed_dim=32, depth=2, num_classes=3, **options)
     assert model.arguments["mixer_options"]["output_gate"] is True
-    assert mixer_revisions(model) == {"longhorn": mixers.get("longhorn").revision}
     model(torch.randn(2, 3, 32, 32)).sum().backward()
     assert all(p.grad is not None for name, p in model.named_parameters() if "added_gate" in name)
 

@@ -24,9 +24,7 @@ D, A, M = "deltanet", "attention", "mamba"
         ([D, A, A, D], (D, A, A, D), "deltanet+2xattention+deltanet"),
         ("deltanet+attention@3+mamba@0", (M, D, D, A), "deltanet+attention@3+mamba@0"),
         ("deltanet+mamba+attention@1", (D, A, D, M), "deltanet+mamba+attention@1"),
-        ({"default": D, "layers": {1: A, 3: A}}, (D, A, D, A), "deltanet+attention@1@3"),
-        ({"default": [D, M], "layers": {"0": A}}, (A, M, D, M), "deltanet+mamba+attention@0"),
-        (OmegaConf.create({"default": D, "layers": {1: A}}), (D, A, D, D), "deltanet+attention@1"),
+        (OmegaConf.create([D, M]), (D, M, D, M), "deltanet+mamba"),
     ],
     ids=str,
 )

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from longseq import mixers
+from longseq.mixers import ScanOptions
 
 D_MODEL, TOKENS, SLOTS = 16, 19, 6
 
@@ -52,6 +53,7 @@ def test_a_pair_sums_its_scans(name: str, option: dict[str, Any]) -> None:
             parameter.add_(torch.randn_like(parameter))
     projected = forward.project_in(make_tokens()).detach()
     mask = torch.arange(projected.shape[1]) < torch.tensor([[projected.shape[1]], [11]])
-    expected = forward.scan(projected, mask=mask)[0] + backward.scan(projected, mask=mask, reverse=True)[0]
+    expected = forward.scan(projected, None, ScanOptions(None, mask))[0]
+    expected = expected + backward.scan(projected, None, ScanOptions(None, mask, True))[0]
     actual = forward.scan_pair(backward, projected, mask)
     torch.testing.assert_close(actual[mask], expected[mask])

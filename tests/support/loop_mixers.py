@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from longseq.mixers import Mixer
-from longseq.mixers.base import memory_dtype
+from longseq.mixers.base import ALL_TOKENS, memory_dtype
 
 
 class MeanState(NamedTuple):
@@ -25,7 +25,8 @@ class Mean(Mixer[MeanState]):
         self.out_proj = nn.Linear(d_model, d_model)
         self.rate = nn.Parameter(torch.linspace(-1, 2, d_model))
 
-    def scan(self, projected, state=None, *, cu_seqlens=None, mask=None, output_final_state=True):
+    def scan(self, projected, state=None, options=ALL_TOKENS):
+        cu_seqlens, mask, _, output_final_state = options
         borders = [0, projected.shape[1]] if cu_seqlens is None else cu_seqlens.cu_seqlens.tolist()
         rows = projected.shape[0] if cu_seqlens is None else len(borders) - 1
         means = (state or self.initial_state(rows, projected.device, projected.dtype)).mean
@@ -52,6 +53,7 @@ class Mean(Mixer[MeanState]):
 
 
 class Leaking(Mean):
-    def scan(self, projected, state=None, *, cu_seqlens=None, **options):
-        y, last = super().scan(projected, state if cu_seqlens is None else None, **options)
+    def scan(self, projected, state=None, options=ALL_TOKENS):
+        cu_seqlens = options.cu_seqlens
+        y, last = super().scan(projected, state if cu_seqlens is None else None, options._replace(cu_seqlens=None))
         return y, last if cu_seqlens is None else MeanState(last.mean.expand(len(cu_seqlens.cu_seqlens) - 1, -1))
