@@ -157,7 +157,7 @@ def defaults(cls: type[Keys]) -> dict[str, Any]:
 class Mixer(Keys):
     """The keys of `mixer`."""
 
-    name: str | list[Any] | dict[str, Any] = key(..., "a mixer, or a pattern of them such as deltanet+attention")
+    name: str | list[Any] = key(..., "a mixer, or a pattern of them such as deltanet+attention")
     options: dict[str, Any] | None = key(None, "arguments of the mixer's constructor")
 
 

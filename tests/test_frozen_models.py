@@ -22,7 +22,6 @@ def test_a_frozen_model_computes_its_logits(mixer: str) -> None:
     with safe_open(path, "pt") as file:
         config = json.loads(file.metadata()["config"])
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    config["model_args"].pop("saved_by", None)  # which earlier commits saved, too
     state = {name.removeprefix("weights."): value for name, value in tensors.items() if name.startswith("weights.")}
     model = models.restore(models.SavedModel(path.name, config, state))
     logits = tensors["logits"]

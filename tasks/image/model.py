@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 _WEIGHTS = (".safetensors", ".pth", ".pt", ".bin", ".pth.tar")
 
 # Arguments of models that the data or other groups of a configuration determine.
-_OF_DATA = ("img_size", "in_chans", "num_classes", "mixer", "mixer_options", "saved_by")
+_OF_DATA = ("img_size", "in_chans", "num_classes", "mixer", "mixer_options")
 
 # Arguments of `ImageBackbone` that change the function of weights with the same shapes. The pooling may change.
 _FUNCTION = ("mixer", "mixer_options", "depth", "direction", "class_token", "no_embed_class", "norm", "norm_eps")
