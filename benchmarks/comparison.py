@@ -83,24 +83,19 @@ def tuned_row(results: Mapping[str, Any], name: str) -> dict[str, Any]:
     (costs,) = (entry for entry in results["costs"] if entry["name"] == name)
     (entry,) = (entry for entry in results["summary"] if entry["name"] == name)
     finished = [one for one in results["rows"] if one["name"] == name and "metrics" in one]
+    spans = finished[0]["metrics"].get("test/perplexity_by_position", ())
+    by_position = [[span["from"], span["to"], round(span["perplexity"], 3)] for span in spans]
     return {
         "model": name.replace("mixer.options.", ""),
         "learning_rate": entry["learning_rate"],
         f"tried_{metric}": ", ".join(f"{rate} {found.get(metric, nan):.4f}" for rate, found in tried.items()),
         report.replace("/", "_"): by_seed(finished, report, 4),
         **{key: round(costs[key]) for key in comparison.COSTS if key in costs},
-        **positions(finished[0]["metrics"]),
+        **({"perplexity_by_position": by_position} if spans else {}),
         f"curve_{metric}": [[step, round(seconds, 1), round(value, 4)] for step, seconds, value in costs["curves"][0]],
         "runs_at_a_time": results["jobs"],
         "measured": results["measured"],
     }
-
-
-def positions(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """The perplexity of a language model by the position of a token in its window: positions and value of each span."""
-    spans = metrics.get("test/perplexity_by_position", ())
-    listed = [[span["from"], span["to"], round(span["perplexity"], 3)] for span in spans]
-    return {"perplexity_by_position": listed} if listed else {}
 
 
 def read(files: str) -> dict[str, Any]:

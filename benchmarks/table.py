@@ -9,7 +9,6 @@ A row is marked as older if changes.json names a later change of its mixer or op
 from __future__ import annotations
 
 import json
-import math
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -180,52 +179,46 @@ def language_models() -> str:
 
 
 def compared() -> str:
-    """Language models of one budget on each text, each at the best of its learning rates; the best first.
+    """Language models of one budget, each at the best of its learning rates; those with the fewest bits on prose first.
 
-    Validation loss at equal time is the loss when the fastest row ends.
+    The fastest row ends between two validations of the others, whose loss there is interpolated.
     """
-    texts = {name: read(f"text_{name}") for name in ("prose", "python") if f"text_{name}" in list_tables()}
-    rows = {(name, row["model"]): row for name, result in texts.items() for row in result["rows"]}
-    models = sorted({model for _, model in rows}, key=lambda model: bits(rows.get(("prose", model))))
-    ends = {name: min(row["curve_val/loss"][-1][1] for row in result["rows"]) for name, result in texts.items()}
+    prose = read("text_prose")
+    python = {row["model"]: row for row in read("text_python")["rows"]} if "text_python" in list_tables() else {}
+    end = min(row["curve_val/loss"][-1][1] for row in prose["rows"])
     lines = []
-    for model in models:
-        row = rows["prose", model]
-        curve = row["curve_val/loss"]
-        at_end = np.interp(ends["prose"], [point[1] for point in curve], [point[2] for point in curve])
-        older = any(find_later_changes(rows[key], texts[key[0]]["kind"]) for key in rows if key[1] == model)
+    for row in sorted(prose["rows"], key=bits):
+        other = python.get(row["model"])
+        _, seconds, losses = zip(*row["curve_val/loss"], strict=True)
         lines.append(
             [
-                model + " (older)" * older,
+                name_of(row, prose["kind"], row["model"]),
                 f"{row['learning_rate']:g}",
-                *(mean(rows[name, model]["test_bits_per_byte"]) if (name, model) in rows else "" for name in TEXTS),
-                f"{at_end:.3f}",
+                f"{bits(row):.3f}",
+                f"{bits(other):.3f}" if other else "",
+                f"{np.interp(end, seconds, losses):.3f}",
                 row["tried_val/loss"],
                 *(f"{row[key]:,}" for key in ("state", "flops_per_token", "tokens_per_second")),
             ]
         )
-    heading = ["mixer", "rate", *(f"bits per byte, {name}" for name in TEXTS), "validation loss at equal time"]
-    heading += ["rates tried and their validation losses", "numbers of state", "FLOPs a token", "tokens/s"]
-    return draw(heading, lines) + "\n" + surroundings(list(rows.values()))
+    heading = ["mixer", "rate", "bits per byte, prose", "Python", "validation loss when the fastest row ends"]
+    heading += ["rates tried, and their validation losses", "size of the state", "FLOPs a token", "tokens/s"]
+    return draw(heading, lines) + "\n" + surroundings([*prose["rows"], *python.values()])
 
 
 def positions() -> str:
-    """Perplexity of the same models on prose, by the position of a token in its window."""
+    """Perplexity of the same models on prose, by the position of a token in its sequence."""
     rows = sorted(read("text_prose")["rows"], key=bits)
-    spans = [(first, last) for first, last, _ in rows[0]["perplexity_by_position"] if last in SPANS]
-    lines = [
-        [row["model"], *(f"{value:.2f}" for _, last, value in row["perplexity_by_position"] if last in SPANS)]
-        for row in rows
-    ]
-    return draw(["mixer", *(f"{first:,} to {last:,}" for first, last in spans)], lines)
+    shown = [[span for span in row["perplexity_by_position"] if span[1] in SPANS] for row in rows]
+    lines = [[row["model"], *(f"{value:.2f}" for *_, value in spans)] for row, spans in zip(rows, shown, strict=True)]
+    return draw(["mixer", *(f"{first:,} to {last:,}" if last else "0" for first, last, _ in shown[0])], lines)
 
 
-TEXTS = ("prose", "python")
 SPANS = (0, 7, 31, 127, 511, 1023, 2047)  # the last positions of the spans that are shown
 
 
-def bits(row: Row | None) -> float:
-    return mean_of(row["test_bits_per_byte"]) if row else math.inf
+def bits(row: Row) -> float:
+    return mean_of(row["test_bits_per_byte"])
 
 
 def mean_of(values: Mapping[str, float]) -> float:
