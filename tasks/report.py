@@ -47,10 +47,6 @@ class Report:
         """More entries of metrics.json after `module` was evaluated on `split`, as values of JSON."""
         return {}
 
-    def tables(self, module: Any, info: Any) -> dict[str, Sequence[Sequence[Any]]]:
-        """Tables that a run writes to its folder as NAME.csv, after the test of the best model."""
-        return {}
-
     def counts(self, module: Any, info: Any, split: str) -> dict[str, int]:
         """The numbers of samples of an evaluation, printed and written with its metrics."""
         return {}

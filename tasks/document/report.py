@@ -11,7 +11,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from torchmetrics.classification import BinaryCalibrationError, MulticlassF1Score
-from torchmetrics.utilities.data import dim_zero_cat
 
 from longseq.backbones.linear_text import LinearTextClassifier
 from longseq.tasks.config import Criterion
@@ -19,7 +18,7 @@ from longseq.tasks.document.config import DocumentInfo, LinearModelKeys
 from longseq.tasks.document.model import fit_linear, read_documents
 from longseq.tasks.training import metrics, targets
 from longseq.tasks.training.class_report import ClassReport
-from longseq.tasks.training.metrics import Scores, choose_thresholds, decide, update_metrics
+from longseq.tasks.training.metrics import choose_thresholds, decide, update_metrics
 
 
 class LabelCalibrationError(metrics.ClosedBins, BinaryCalibrationError):
@@ -29,7 +28,13 @@ class LabelCalibrationError(metrics.ClosedBins, BinaryCalibrationError):
         super().update(preds.flatten(), target.flatten())
 
 
-# The metrics by `multi_label`.
+# The metrics by `multi_label`:
+# accuracy: the share of documents whose class is right, or all of whose labels are.
+# f1_micro, f1_macro: the F1 score over all decisions, and its mean over the classes that documents have or are given.
+#     With one class a document, the micro average equals the accuracy.
+# calibration_error: in 15 bins of equal width by the highest probability, the mean distance between this probability
+#     and the accuracy (Guo et al., 2017, equation 3); with several labels, between a label's probability and frequency.
+# average_precision: with several labels, the mean over the labels that documents have.
 _ONE, _SEVERAL = metrics.ONE_LABEL, metrics.SEVERAL_LABELS
 TABLES: Mapping[bool, metrics.Tables] = {
     False: metrics.Tables(
@@ -52,62 +57,6 @@ TABLES: Mapping[bool, metrics.Tables] = {
         metrics.SEVERAL_LABELS_MORE,
     ),
 }
-
-
-def measure(probabilities: Tensor, decisions: Tensor, wanted: Tensor, info: DocumentInfo) -> dict[str, float]:
-    """The metrics of every run, for probabilities `[N, C]` and targets in the memory of this process.
-
-    accuracy: the share of documents whose class is right, or all of whose labels are.
-    f1_micro, f1_macro: the F1 score over all decisions, and its mean over the classes that documents have or are given.
-        With one class a document, the micro average equals the accuracy.
-    calibration_error: in 15 bins of equal width by the highest probability, the mean distance between this probability
-        and the accuracy (Guo et al., 2017, equation 3); with several labels, between a label's probability and
-        frequency.
-    average_precision: with several labels, the mean over the labels that documents have.
-    """
-    scores = {name: make(info.num_classes) for name, make in TABLES[info.multi_label].always.items()}
-    for metric in scores.values():
-        metric.to(wanted.device).distributed_available_fn = lambda: False  # other processes do not take part
-    update_metrics(scores, probabilities, decisions, wanted)
-    return {name: float(metric.compute()) for name, metric in scores.items()}
-
-
-class ScoresByLength(Scores):
-    """The metrics of `measure` for each quarter of the documents by length, from q1 (shortest) to q4 (longest)."""
-
-    decisions: list[Tensor]
-    lengths: list[Tensor]
-
-    def __init__(self, info: DocumentInfo) -> None:
-        super().__init__()
-        self.info = info
-        self.add_state("decisions", [], dist_reduce_fx="cat")
-        self.add_state("lengths", [], dist_reduce_fx="cat")
-
-    def update(self, probabilities: Tensor, targets: Tensor, decisions: Tensor, lengths: Tensor) -> None:  # type: ignore[override]
-        """Add documents: probabilities `[N, C]`, targets and decisions as in `measure`, lengths `[N]` in tokens."""
-        super().update(probabilities, targets)
-        self.decisions.append(decisions)
-        self.lengths.append(lengths)
-
-    def compute(self) -> tuple[dict[str, float], dict[str, int], list[int]]:  # type: ignore[override]
-        """The metrics, named such as `accuracy_q1`, the documents of each quarter, and the three quartiles in tokens.
-
-        Equal lengths are in the same quarter, so that a quarter may be empty; it then has no entry.
-        """
-        probabilities, targets = super().compute()
-        decisions, lengths = dim_zero_cat(self.decisions), dim_zero_cat(self.lengths)
-        shares = torch.tensor([0.25, 0.5, 0.75], device=lengths.device)
-        quartiles = lengths.float().quantile(shares, interpolation="lower").to(lengths.dtype)
-        quarters = torch.bucketize(lengths, quartiles)
-        found: dict[str, float] = {}
-        counts: dict[str, int] = {}
-        for number in quarters.unique().tolist():
-            chosen, name = quarters == number, f"q{number + 1}"
-            counts[name] = int(chosen.sum())
-            scores = measure(probabilities[chosen], decisions[chosen], targets[chosen], self.info)
-            found |= {f"{key}_{name}": value for key, value in scores.items()}
-        return found, counts, quartiles.tolist()
 
 
 @targets.register("callback")
@@ -134,7 +83,7 @@ class LinearBaseline(Callback):
 
     @torch.inference_mode()
     def _measure(self, data: Any, module: Any) -> dict[str, float]:
-        """The metrics of `measure` on the test documents, in this process only."""
+        """The metrics of every run on the test documents, in this process only."""
         info, thresholds = data.info, module.thresholds
         criterion: Criterion | None = module.threshold if isinstance(module.threshold, str) else None  # type: ignore[assignment]
         train, validation = (read_documents(data.split(stage)) for stage in ("train", "val"))
@@ -152,40 +101,29 @@ class LinearBaseline(Callback):
             thresholds = choose_thresholds(probabilities.float(), given, criterion, multi_label=info.multi_label)
         probabilities, given = score("test")
         decisions = decide(probabilities.float(), thresholds, multi_label=info.multi_label)
-        return measure(probabilities, decisions, given, info)
+        scores = {name: make(info.num_classes) for name, make in TABLES[info.multi_label].always.items()}
+        for metric in scores.values():
+            metric.distributed_available_fn = lambda: False  # other processes do not take part
+        update_metrics(scores, probabilities, decisions, given)
+        return {name: float(metric.compute()) for name, metric in scores.items()}
 
 
 class DocumentReport(ClassReport):
-    """Adds the linear model's metrics, and documents and accuracy by length, to the figures of each class."""
+    """Adds the linear model's metrics to the figures of each class."""
 
     unit = "documents"
     headline = ("accuracy", "f1_macro", "average_precision", "calibration_error", "loss")
 
     def extras(self, module: Any, info: DocumentInfo, split: str) -> dict[str, Any]:
-        found: dict[str, Any] = {f"{split}/linear_{name}": value for name, value in module.linear_scores.items()}
-        if module.documents_by_length is not None:
-            found[f"{split}/documents_by_length"] = dict(module.documents_by_length)
-            found[f"{split}/length_quartiles"] = list(module.length_quartiles)
-        return found | super().extras(module, info, split)
-
-    def counts(self, module: Any, info: DocumentInfo, split: str) -> dict[str, int]:
-        return {f"{split}/documents": sum((module.documents_by_length or {}).values())}
+        linear = {f"{split}/linear_{name}": value for name, value in module.linear_scores.items()}
+        return linear | super().extras(module, info, split)
 
     def rows(self, module: Any, info: DocumentInfo) -> list[tuple[str, str]]:
-        measured, found = module.trainer.callback_metrics, module.documents_by_length or {}
-        quartiles = module.length_quartiles
-        bounds = [*(f"up to {length:,}" for length in quartiles), *(f"over {length:,}" for length in quartiles[2:])]
-        rows = [
-            (
-                f"accuracy {bounds[int(name[1]) - 1]} tokens",
-                f"{float(measured[f'test/accuracy_{name}']):.4f} of {count:,} documents",
-            )
-            for name, count in found.items()
-        ]
+        rows = super().rows(module, info)
         if scores := module.linear_scores:
             text = f"{scores['accuracy']:.4f} by TF-IDF and logistic regression on the same documents"
-            rows.append(("linear model", text))
-        return rows + super().rows(module, info)
+            return [("linear model", text), *rows]
+        return rows
 
     def closing(self, module: Any, info: DocumentInfo) -> str | None:
         if not module.linear_scores:

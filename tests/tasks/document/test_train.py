@@ -48,19 +48,12 @@ def test_a_run_is_measured_again(folder, command_here):
     assert whole.returncode == 0, whole.stderr
     metrics = json.loads((folder / "whole" / "metrics.json").read_text())
     assert metrics["test/linear_accuracy"] > 0.9, "the words of a document tell its class"
-    assert sum(metrics["test/documents_by_length"].values()) == 18
-    texts = [len(row["text"]) + 1 for row in two[:90]]  # bytes and the separator
-    assert set(metrics["test/length_quartiles"]) <= set(texts)
-    assert f"accuracy up to {metrics['test/length_quartiles'][0]:,} tokens" in whole.stdout
     assert torch.tensor(metrics["test/confusion_matrix"]).sum() == 18
     assert metrics["updates"] > 4
     assert {"val/balanced_accuracy", "test/auroc", "val/per_class", "val/confusion_matrix"} <= metrics.keys()
     ((name, threshold),) = metrics["thresholds"].items()
     for split in ("val", "test"):
-        rows = list(csv.reader((folder / "whole" / f"confusion_matrix_{split}.csv").open()))
-        assert [[int(cell) for cell in row[1:]] for row in rows[1:]] == metrics[f"{split}/confusion_matrix"]
-        rows = list(csv.DictReader((folder / "whole" / f"classes_{split}.csv").open()))
-        assert [row["class"] for row in rows] == rows_of(metrics[f"{split}/per_class"], "class") == ["bird", name]
+        assert rows_of(metrics[f"{split}/per_class"], "class") == ["bird", name]
 
     checkpoint = f"checkpoint={folder / 'whole' / 'checkpoints' / 'best.ckpt'}"
     measured = command_here(folder, "evaluate", checkpoint, "trainer=cpu", "output=m.json")
