@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,7 +23,6 @@ from longseq.tasks.document.config import DocumentInfo, LinearModelKeys
 from longseq.tasks.document.model import fit_linear, read_documents
 from longseq.tasks.document.report import TABLES
 from longseq.tasks.training.classifier import ClassifierModule
-from longseq.tasks.training.metrics import make_metrics
 from longseq.tasks.training.recipe import Training
 from longseq.tasks.training.token_model import PluginMixers
 
@@ -44,8 +42,7 @@ class DocumentTask(ClassifierModule):
     """
 
     kept_options = ("label_smoothing", "chosen_metrics", "metric", "threshold")
-
-    linear_scores: Mapping[str, float] = MappingProxyType({})  # of the linear model, see `LinearBaseline`
+    tables = TABLES
 
     def __init__(
         self,
@@ -63,9 +60,6 @@ class DocumentTask(ClassifierModule):
             training,
             num_classes=info.num_classes,
             multi_label=info.multi_label,
-            make_metrics=lambda: make_metrics(
-                info.num_classes, multi_label=info.multi_label, chosen=chosen_metrics, metric=metric, tables=TABLES
-            ),
             chosen_metrics=chosen_metrics,
             metric=metric,
             threshold=threshold,

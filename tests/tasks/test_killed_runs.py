@@ -28,7 +28,7 @@ RUNS = {
     ),
     "crops_in_segments": (
         "task=document data=documents mixer=gated_deltanet data.max_length=128 data.truncation=middle "
-        f"data.random_crops=true data.segment=48 recipe.batch_size=384 callbacks.linear=null {ALL}"
+        f"data.random_crops=true data.segment=48 recipe.batch_size=384 {ALL}"
     ),
 }
 # The places of tests/support/killer.py.
