@@ -51,10 +51,6 @@ class Report:
         """The numbers of samples of an evaluation, printed and written with its metrics."""
         return {}
 
-    def rows(self, module: Any, info: Any) -> list[tuple[str, str]]:
-        """Lines of the closing table below the metrics: a name and a value."""
-        return []
-
     def closing(self, module: Any, info: Any) -> str | None:
         """A line that a run prints below the closing table; None for no line."""
         return None

@@ -249,7 +249,6 @@ def _record(
     asked_for = [config["task"]["metric"].rpartition("/")[2], *(config["task"].get("metrics") or {})]
     headline = [f"test/{name}" for name in (*report.headline, *asked_for) if name in module.test_metrics]
     rows = [(key, f"{metrics[key]:.4f}") for key in dict.fromkeys(headline) if key in metrics]
-    rows += report.rows(module, info)
     facts = [f"{metrics['seconds']:.0f} s"]
     for unit in dict.fromkeys((config["task"]["unit"], "tokens")):
         if f"{unit}_per_second" in metrics:

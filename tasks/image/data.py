@@ -138,10 +138,8 @@ class ImageDataModule(TaskData):
 
     @property
     def registered_parts(self) -> list[Any]:
-        if self.splits is not None and self.keys.source == OWN:
-            source: Any = self.splits.train.source
-            return [type(source.dataset)]
-        return [SOURCES[self.keys.source]] if self.keys.source in SOURCES else []
+        source: Any = None if self.splits is None else self.splits.train.source
+        return [type(source.dataset)] if self.keys.source == OWN else []
 
     @property
     def batches_per_epoch(self) -> int:

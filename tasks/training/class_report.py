@@ -35,15 +35,6 @@ class ClassReport(Report):
         # with several labels, each matrix counts all samples
         return {f"{split}/{self.unit}": int((counts[0] if info.multi_label else counts).sum())}
 
-    def rows(self, module: Any, info: Any) -> list[tuple[str, str]]:
-        if module.thresholds is None:
-            return []
-        values = module.thresholds.tolist()
-        if not info.multi_label:
-            return [("threshold", f"{info.class_names[1]} from a probability of {values[0]:.4f} on")]
-        least, most = f"{min(values):.4f}", f"{max(values):.4f}"
-        return [("thresholds", f"labels from a probability of {least}{f' to {most}' * (least != most)} on")]
-
 
 def per_class(counts: Tensor, class_names: Sequence[str], *, unit: str) -> list[dict[str, Any]]:
     """Precision, recall and F1 score of each class (None if undefined), and its number of samples under `unit`.

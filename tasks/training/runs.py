@@ -49,7 +49,6 @@ FREE_KEYS = (
     "callbacks.progress",
     "callbacks.telemetry",
     "callbacks.unreadable",
-    "callbacks.text_samples",
     "callbacks.worst",
     "callbacks.confusion",
     "logger",

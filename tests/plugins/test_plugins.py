@@ -47,7 +47,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     install = [sys.executable, "-m", "pip", "install", *options, "--target", site, sources]
     installed = subprocess.run(install, cwd=folder, capture_output=True, text=True, check=False)
     assert installed.returncode == 0, installed.stdout + installed.stderr
-    mine = f"plugins=[my_module] mixer=mine data=digits data.source=halves {TINY}"
+    parts = {"train_set": (0, 32), "val_set": (32, 16), "test_set": (48, 16)}
+    sets = [f"data.{key}={{_target_:my_module.Halves,first:{a},count:{b}}}" for key, (a, b) in parts.items()]
+    mine = f"plugins=[my_module] mixer=mine data=digits data.source=own {' '.join(sets)} {TINY}"
     stopped = "++callbacks.stop={_target_:StopOnce} recipe.epochs=2"
     commands = (
         f"train mixer=scaled_attention mixer.options.gain=0.25 task=stripes data=stripes {TINY} "

@@ -147,7 +147,6 @@ def test_every_experiment_runs(experiment, compose_config, tmp_path, monkeypatch
             "data.source=standard_library",
             f"data.cache={tmp_path}",
             "data.window=2",
-            "callbacks.text_samples=null",
             *small,
         ]
     elif name.startswith("probe/"):

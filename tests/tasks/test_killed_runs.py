@@ -24,7 +24,7 @@ ALL = (
 RUNS = {
     "streams": (
         "task=lm data=text mixer=gated_deltanet data.packing=streams data.reset_state=true data.window=16 "
-        f"recipe.batch_size=64 callbacks.text_samples=null {ALL}"
+        f"recipe.batch_size=64 {ALL}"
     ),
     "crops_in_segments": (
         "task=document data=documents mixer=gated_deltanet data.max_length=128 data.truncation=middle "

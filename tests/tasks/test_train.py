@@ -56,7 +56,7 @@ def test_a_run_writes_checkpoints_events_metrics_and_its_configuration(tiny, tmp
     wanted = {"train/loss", "train/lr", "train/gradient_norm", "val/top1", "val/loss", "test/top1", "test/top5"}
     wanted |= {"throughput/images_per_second", "throughput/data_wait_ms"}
     assert wanted <= set(events["scalars"])
-    assert {"val/samples", "test/confusion_matrix"} <= set(events["images"])
+    assert "test/confusion_matrix" in events["images"]
     board = EventAccumulator(str(run)).Reload()
     assert "_hparams_/session_start_info" in board.summary_metadata
     for tag in events["scalars"]:
@@ -154,7 +154,7 @@ def test_a_sharded_run_measures_what_one_process_does_and_goes_on_there(
     tiny, tmp_path, monkeypatch, command, command_here, tiny_overrides
 ):
     words = ("recipe.epochs=1", "recipe.batch_size=128", "recipe.ema=null", "trainer.precision=32-true")
-    words += "callbacks.checkpoint.every_n_train_steps=5"
+    words += ("callbacks.checkpoint.every_n_train_steps=5",)
     # cutmix draws for the batch of a device
     words += ("recipe.augment.mixing.cutmix=0", "trainer.log_every_n_steps=1")
     train.run(tiny(*words))
