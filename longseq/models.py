@@ -37,8 +37,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, TypeVar
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors.torch import save_file
+from huggingface_hub import save_torch_state_dict
 from torch import Tensor, distributed, nn
 
 from longseq.arguments import KeepsArguments, check_choice
@@ -230,19 +229,13 @@ def save_pretrained(
 
 def _write(folder: Path, texts: Mapping[str, str], state: Mapping[str, Tensor], max_shard_size: int | str) -> None:
     """Write all files to a temporary folder inside `folder`, then move them: an error leaves the old model."""
-    split = split_torch_state_dict_into_shards(
-        dict(state), filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
-    )
-    if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        texts = {**texts, INDEX_FILE: json.dumps(index, indent=2, sort_keys=True) + "\n"}
-    written = {*split.filename_to_tensors, *texts}
     folder.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder) as temporary:
         for name, text in texts.items():
             Path(temporary, name).write_text(text, encoding="utf-8")
-        for name, keys in split.filename_to_tensors.items():
-            save_file({key: state[key] for key in keys}, Path(temporary, name), metadata={"format": "pt"})
+        save_torch_state_dict(dict(state), temporary, max_shard_size=max_shard_size)
+        written = os.listdir(temporary)
+        for name in written:
             # safetensors ignores the umask: only the owner could read its files.
             shutil.copymode(Path(temporary, CONFIG_FILE), Path(temporary, name))
         for name in written:
@@ -295,7 +288,7 @@ def from_pretrained(
         dtype: the type of the weights, such as torch.bfloat16 or "bfloat16", or "auto", the file's. The default is
             float32, whatever the file's, so that the model can be trained on. Some layers always keep their weights in
             float32 (see `longseq.blocks.precision`).
-        revision, token, cache_dir: passed to `huggingface_hub.hf_hub_download`.
+        revision, token, cache_dir: passed to `huggingface_hub.snapshot_download`.
         changes: other values of constructor arguments that leave the weights as they are, such as `backend="torch"` or
             `dynamic_img_size=True`.
 
