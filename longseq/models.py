@@ -41,7 +41,7 @@ from huggingface_hub import save_torch_state_dict
 from torch import Tensor, distributed, nn
 
 from longseq.arguments import KeepsArguments, check_choice
-from longseq.blocks.sharding import gather, is_sharded, unsharded_class
+from longseq.blocks.sharding import has_shards, unsharded_class
 from longseq.hub import CARD_FILE, CONFIG_FILE, HUB, INDEX_FILE, WEIGHTS_FILE, find_source, read_weights, upload
 from longseq.mixers import Mixer
 from longseq.model_card import model_card
@@ -203,7 +203,6 @@ def save_pretrained(
         ValueError: the model is of no registered kind.
     """
     config = describe(model)
-    state = model.state_dict()
     folder = Path(folder)
     texts: dict[str, str] = {}
     if isinstance(model, PretrainedModel) and model.text is not None and model.text["tokenizer"] is not None:
@@ -215,13 +214,15 @@ def save_pretrained(
     texts[CONFIG_FILE] = json.dumps(config, indent=2) + "\n"
     if not (folder / CARD_FILE).exists():
         texts[CARD_FILE] = card
-    if not any(map(is_sharded, state.values())):
-        _write(folder, texts, _separate(state), max_shard_size)
+    if not has_shards(model):
+        _write(folder, texts, _separate(model.state_dict()), max_shard_size)
         return folder
-    whole = gather(state)
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    whole: Any = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     try:
-        if whole is not None:
-            _write(folder, texts, whole, max_shard_size)
+        if distributed.get_rank() == 0:
+            _write(folder, texts, _separate(whole), max_shard_size)
     finally:
         distributed.barrier()  # if the first process cannot write, the others must not wait for it
     return folder
@@ -427,14 +428,15 @@ def _read_checkpoint(path: Path, weights: str, label: str) -> SavedModel:
 
 
 def _separate(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors on the CPU, copied if two share memory, which safetensors refuses."""
+    """The tensors on the CPU, copied if they share memory or are parts of more, which cannot be saved."""
     separate: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, value in state.items():
         tensor = value.detach().cpu().contiguous()
-        place = tensor.untyped_storage().data_ptr()
-        separate[name] = tensor.clone() if place in seen else tensor
-        seen.add(place)
+        storage = tensor.untyped_storage()
+        is_own = storage.nbytes() == tensor.nbytes and storage.data_ptr() not in seen
+        separate[name] = tensor if is_own else tensor.clone()
+        seen.add(storage.data_ptr())
     return separate
 
 
