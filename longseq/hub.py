@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import suppress
 from pathlib import Path
 
 from safetensors.torch import load_file
@@ -30,22 +29,13 @@ def find_source(
     """
     if not is_on_hub(source):
         return Path(source)
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError
+    from huggingface_hub import snapshot_download
 
     repo_id, _, named = str(source).removeprefix(HUB).partition("@")
-
-    def fetch(name: str) -> Path:
-        path = hf_hub_download(repo_id, name, revision=named or revision, token=token, cache_dir=cache_dir)
-        return Path(path)
-
-    folder = fetch(CONFIG_FILE).parent
-    for name in (INDEX_FILE, TOKENIZER_FILE, SETTINGS_FILE, GENERATION_FILE):
-        with suppress(EntryNotFoundError, FileNotFoundError):
-            fetch(name)
-    for name in weight_files(folder):
-        fetch(name)
-    return folder
+    names = [CONFIG_FILE, INDEX_FILE, TOKENIZER_FILE, SETTINGS_FILE, GENERATION_FILE, "model*.safetensors"]
+    revision = named or revision
+    folder = snapshot_download(repo_id, revision=revision, token=token, cache_dir=cache_dir, allow_patterns=names)
+    return Path(folder)
 
 
 def is_on_hub(source: str | Path) -> bool:

@@ -37,12 +37,11 @@ from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, TypeVar
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors.torch import save_file
+from huggingface_hub import save_torch_state_dict
 from torch import Tensor, distributed, nn
 
 from longseq.arguments import KeepsArguments, check_choice
-from longseq.blocks.sharding import gather, is_sharded, unsharded_class
+from longseq.blocks.sharding import has_shards, unsharded_class
 from longseq.hub import CARD_FILE, CONFIG_FILE, HUB, INDEX_FILE, WEIGHTS_FILE, find_source, read_weights, upload
 from longseq.mixers import Mixer
 from longseq.model_card import model_card
@@ -204,7 +203,6 @@ def save_pretrained(
         ValueError: the model is of no registered kind.
     """
     config = describe(model)
-    state = model.state_dict()
     folder = Path(folder)
     texts: dict[str, str] = {}
     if isinstance(model, PretrainedModel) and model.text is not None and model.text["tokenizer"] is not None:
@@ -216,13 +214,15 @@ def save_pretrained(
     texts[CONFIG_FILE] = json.dumps(config, indent=2) + "\n"
     if not (folder / CARD_FILE).exists():
         texts[CARD_FILE] = card
-    if not any(map(is_sharded, state.values())):
-        _write(folder, texts, _separate(state), max_shard_size)
+    if not has_shards(model):
+        _write(folder, texts, _separate(model.state_dict()), max_shard_size)
         return folder
-    whole = gather(state)
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    whole: Any = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     try:
-        if whole is not None:
-            _write(folder, texts, whole, max_shard_size)
+        if distributed.get_rank() == 0:
+            _write(folder, texts, _separate(whole), max_shard_size)
     finally:
         distributed.barrier()  # if the first process cannot write, the others must not wait for it
     return folder
@@ -230,19 +230,13 @@ def save_pretrained(
 
 def _write(folder: Path, texts: Mapping[str, str], state: Mapping[str, Tensor], max_shard_size: int | str) -> None:
     """Write all files to a temporary folder inside `folder`, then move them: an error leaves the old model."""
-    split = split_torch_state_dict_into_shards(
-        dict(state), filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
-    )
-    if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        texts = {**texts, INDEX_FILE: json.dumps(index, indent=2, sort_keys=True) + "\n"}
-    written = {*split.filename_to_tensors, *texts}
     folder.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder) as temporary:
         for name, text in texts.items():
             Path(temporary, name).write_text(text, encoding="utf-8")
-        for name, keys in split.filename_to_tensors.items():
-            save_file({key: state[key] for key in keys}, Path(temporary, name), metadata={"format": "pt"})
+        save_torch_state_dict(dict(state), temporary, max_shard_size=max_shard_size)
+        written = os.listdir(temporary)
+        for name in written:
             # safetensors ignores the umask: only the owner could read its files.
             shutil.copymode(Path(temporary, CONFIG_FILE), Path(temporary, name))
         for name in written:
@@ -295,7 +289,7 @@ def from_pretrained(
         dtype: the type of the weights, such as torch.bfloat16 or "bfloat16", or "auto", the file's. The default is
             float32, whatever the file's, so that the model can be trained on. Some layers always keep their weights in
             float32 (see `longseq.blocks.precision`).
-        revision, token, cache_dir: passed to `huggingface_hub.hf_hub_download`.
+        revision, token, cache_dir: passed to `huggingface_hub.snapshot_download`.
         changes: other values of constructor arguments that leave the weights as they are, such as `backend="torch"` or
             `dynamic_img_size=True`.
 
@@ -434,14 +428,15 @@ def _read_checkpoint(path: Path, weights: str, label: str) -> SavedModel:
 
 
 def _separate(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors on the CPU, copied if two share memory, which safetensors refuses."""
+    """The tensors on the CPU, copied if they share memory or are parts of more, which cannot be saved."""
     separate: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, value in state.items():
         tensor = value.detach().cpu().contiguous()
-        place = tensor.untyped_storage().data_ptr()
-        separate[name] = tensor.clone() if place in seen else tensor
-        seen.add(place)
+        storage = tensor.untyped_storage()
+        is_own = storage.nbytes() == tensor.nbytes and storage.data_ptr() not in seen
+        separate[name] = tensor if is_own else tensor.clone()
+        seen.add(storage.data_ptr())
     return separate
 
 

@@ -303,14 +303,6 @@ class Train(Command):
 
 
 @dataclass(frozen=True)
-class Choice:
-    """Values for dotted keys, such as `recipe.optimizer.weight_decay`, and in words why they are these."""
-
-    values: Mapping[str, Any]
-    reason: str
-
-
-@dataclass(frozen=True)
 class TaskKeys:
     """The classes of the keys that a task reads: of `data`, `model`, `task`, `recipe.loss` and the like.
 
@@ -327,8 +319,8 @@ class TaskKeys:
     def check(self, config: Mapping[str, Any]) -> None:
         """Raise ValueError if keys contradict each other such that a number would be wrong."""
 
-    def choose(self, config: Mapping[str, Any], info: Any | None, parts: int) -> Choice:
-        """The values of the keys that say `auto`, for data with this info.
+    def choose(self, config: Mapping[str, Any], info: Any | None, parts: int) -> dict[str, Any]:
+        """The values of the dotted keys that may say `auto`, for data with this info.
 
         `info` is None before the data is open. An effective batch divides over `parts`. ValueError if the task
         chooses nothing.

@@ -107,7 +107,7 @@ def read_experiment(config: Mapping[str, Any], command: type[Train] = Train) -> 
 
 
 def choose(config: Mapping[str, Any], info: Any | None) -> tuple[dict[str, Any], str | None]:
-    """The configuration with the task's choices where the recipe says `auto`, and the reason for them.
+    """The configuration with the task's choices where the recipe says `auto`, and what is chosen, in words.
 
     `info` describes the data; without it, the values are only possible ones.
     """
@@ -116,8 +116,9 @@ def choose(config: Mapping[str, Any], info: Any | None) -> tuple[dict[str, Any],
     from longseq.tasks.training.recipe import device_count
 
     parts = device_count(config) * config["trainer"].get("accumulate_grad_batches", 1)
-    choice = of(config).config.choose(config, info, parts)
-    return automatic.settle(config, choice), choice.reason
+    chosen = automatic.settle(config, of(config).config.choose(config, info, parts))
+    samples = "" if info is None else f" for {info.sizes['train']:,} {config['task']['unit']}"
+    return chosen, f"recipe {config['recipe']['name']}{samples}: {automatic.describe(chosen)}"
 
 
 def with_any_choice(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,7 +127,7 @@ def with_any_choice(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def open_data(config: Mapping[str, Any]) -> tuple[dict[str, Any], TaskData, str | None]:
-    """The configuration with the values that depend on the data, the data, and the reason for the values.
+    """The configuration with the values that depend on the data, the data, and in words what is chosen.
 
     `recipe.learning_rate=find` stays.
     """

@@ -47,17 +47,9 @@ class Report:
         """More entries of metrics.json after `module` was evaluated on `split`, as values of JSON."""
         return {}
 
-    def tables(self, module: Any, info: Any) -> dict[str, Sequence[Sequence[Any]]]:
-        """Tables that a run writes to its folder as NAME.csv, after the test of the best model."""
-        return {}
-
     def counts(self, module: Any, info: Any, split: str) -> dict[str, int]:
         """The numbers of samples of an evaluation, printed and written with its metrics."""
         return {}
-
-    def rows(self, module: Any, info: Any) -> list[tuple[str, str]]:
-        """Lines of the closing table below the metrics: a name and a value."""
-        return []
 
     def closing(self, module: Any, info: Any) -> str | None:
         """A line that a run prints below the closing table; None for no line."""

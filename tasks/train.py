@@ -27,7 +27,6 @@ from longseq.tasks.report import print_rows, quiet_libraries, shorten
 from longseq.tasks.training import automatic, runs
 from longseq.tasks.training.callbacks.stop import stoppable
 from longseq.tasks.training.callbacks.throughput import RunClock, Throughput
-from longseq.tasks.training.class_report import to_csv
 from longseq.tasks.training.configuration import Config, command_word, flatten, refer, resolve, with_absolute_root
 from longseq.tasks.training.logger import RunLogger, close_loggers, find_board, logged
 from longseq.tasks.training.model import freeze
@@ -239,7 +238,7 @@ def _announce(
 def _record(
     trainer: Trainer, config: dict[str, Any], module: TrainedModule, metrics: dict[str, Any], info: Info
 ) -> None:
-    """Log the test metrics, write the tables, the model and metrics.json, and print the closing table."""
+    """Log the test metrics, write the model and metrics.json, and print the closing table."""
     folder, report = Path(config["output"]), registry.of(config).report
     for logger in trainer.loggers:
         if isinstance(logger, RunLogger):
@@ -247,13 +246,9 @@ def _record(
             settings = dict(flatten({name: config[name] for name in SETTINGS}))
             logger.log_hyperparams(settings, tested, trainer.global_step)
     written = metrics | {"higher_is_better": module.directions()} | report.extras(module, info, "test")
-    if not trainer.fast_dev_run:  # type: ignore[attr-defined]
-        for name, table in report.tables(module, info).items():
-            write_text(folder / f"{name}.csv", to_csv(table))
     asked_for = [config["task"]["metric"].rpartition("/")[2], *(config["task"].get("metrics") or {})]
     headline = [f"test/{name}" for name in (*report.headline, *asked_for) if name in module.test_metrics]
     rows = [(key, f"{metrics[key]:.4f}") for key in dict.fromkeys(headline) if key in metrics]
-    rows += report.rows(module, info)
     facts = [f"{metrics['seconds']:.0f} s"]
     for unit in dict.fromkeys((config["task"]["unit"], "tokens")):
         if f"{unit}_per_second" in metrics:

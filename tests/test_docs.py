@@ -38,7 +38,6 @@ SHORT += ("recipe.epochs=1", "recipe.schedule.warmup_epochs=0", "recipe.batch_si
 SHORT_TEXT = (*SHORT[:3], "recipe.updates=2", "recipe.schedule.warmup_updates=0", "recipe.batch_size=64")
 SHORT_TEXT += ("recipe.validate_every_updates=2", "data.window=32", "model.d_model=16", "model.depth=1")
 SHORT_DOCUMENTS = (*SHORT[:4], "recipe.schedule.warmup_updates=0", "recipe.batch_size=1024", "data.cache=cache")
-SHORT_DOCUMENTS += ("callbacks.linear=null",)
 NARROW = ("model.embed_dim=16", "model.depth=1", "data.num_workers=0")
 INSTEAD = {"trainer=gpu": "trainer=cpu", "learning_rate_finder.num_training=50": "learning_rate_finder.num_training=20"}
 INSTEAD["recipe.updates=200"] = "recipe.updates=2"

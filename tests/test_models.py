@@ -290,6 +290,9 @@ class FakeHub:
             (self.folder / repo_id / file.name).write_bytes(file.read_bytes())
         return type("Commit", (), {"commit_url": f"https://hub/{repo_id}/commit/1"})
 
+    def snapshot(self, repo_id: str, **options: Any) -> str:
+        return str(self.folder / repo_id)
+
     def download(self, repo_id: str, filename: str, **options: Any) -> str:
         path = self.folder / repo_id / filename
         if not path.exists():
@@ -300,7 +303,7 @@ class FakeHub:
 def test_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub = FakeHub(tmp_path)
     monkeypatch.setattr("huggingface_hub.HfApi", hub)
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", hub.download)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", hub.snapshot)
     monkeypatch.setattr("timm.models._hub.HfApi", hub)
     monkeypatch.setattr("timm.models._hub.hf_hub_download", hub.download)
     model = tiny()

@@ -118,8 +118,8 @@ def _find_in_layer(reading: Mixer[Any] | Directions) -> str | None:
             return f"{name} without a window"
         if mixer.growing_state:
             return f"{name}, whose state keeps every token,"
-        if not getattr(mixer, "causal", True) and not isinstance(mixer, WindowAttention):
-            return f"{name}, which sees all tokens at once,"
+        if not getattr(mixer, "causal", True):
+            return f"{name}, which sees tokens on both sides at once,"
         if mixer.piece_multiple > 1 and (mixer.reverse or isinstance(reading, Directions)):
             return f"{name}, whose chunks of {mixer.piece_multiple} tokens (1 would do) are counted from the end too,"
     return None
@@ -159,10 +159,9 @@ class _Step:
         """The numbers of the documents that end in this step."""
         return () if self.goes_on else self.documents
 
-    def packing(self, device: torch.device, before: int = 0, after: int = 0) -> Packing | None:
-        """The borders of the pieces, with tokens added before the first and after the last; None for one piece."""
-        inner = [border + before for border in self.borders[1:-1]]
-        return _pack([0, *inner, before + self.borders[-1] + after], device)
+    def packing(self, device: torch.device) -> Packing | None:
+        """The borders of the pieces; None for one piece."""
+        return _pack(self.borders, device)
 
     def positions(self, device: torch.device) -> Tensor:
         """`[1, T]`, the position of each token in its document."""
@@ -307,10 +306,8 @@ class _Sweep:
         for block in self.body.blocks:
             if isinstance(block.mixer, Directions):
                 self._read_both_ways(block, residual, steps)
-            elif getattr(block.mixer, "causal", True):
-                self._read_one_way(block, residual, steps)
             else:
-                self._read_windows(block, residual, steps)
+                self._read_one_way(block, residual, steps)
         gathered = None
         for index, step in enumerate(steps):
             vectors, gathered = step.run(partial(self._pool, step), residual[index], gathered)
@@ -362,35 +359,6 @@ class _Sweep:
     def _call(self, step: _Step, block: Any, x: Any, state: Any) -> tuple[Any, Any]:
         weight = self.body.embedding.weight
         return _read_from(state, step, partial(block, x), block.mixer.initial_state, weight, block.mixer.reverse)
-
-    def _read_windows(self, block: Any, residual: list[Any], steps: list[_Step]) -> None:
-        """Read a layer whose tokens see a window on both sides: each step with the tokens around it."""
-        reach = block.mixer.window - 1
-        passed = list(residual)
-        residual[:] = map(residual_of, passed)
-        before: Tensor | None = None
-        for index, step in enumerate(steps):
-            x = residual[index]
-            earlier = x[:, :0] if before is None else before
-            later = self._find_later(residual, steps, index, reach)
-            residual[index] = step.run(partial(self._call_window, step, block), earlier, x, later)
-            before = torch.cat([earlier, x], dim=1)[:, -reach:] if step.goes_on and reach else None
-        residual[:] = [carry(x, getattr(own, "values", None)) for x, own in zip(residual, passed, strict=True)]
-
-    def _find_later(self, residual: list[Any], steps: list[_Step], index: int, reach: int) -> Tensor:
-        """Up to `reach` tokens of the document that goes on after a step."""
-        found = [residual[index][:, :0]]
-        while steps[index].goes_on and reach > 0:
-            index += 1
-            found.append(residual[index][:, : min(reach, steps[index].borders[1])])
-            reach -= found[-1].shape[1]
-        return torch.cat(found, dim=1)
-
-    def _call_window(self, step: _Step, block: Any, earlier: Tensor, x: Tensor, later: Tensor) -> Tensor:
-        around = earlier.shape[1], later.shape[1]
-        tokens, packing = torch.cat([earlier, x, later], dim=1), step.packing(x.device, *around)
-        y, _ = block(tokens, cu_seqlens=packing, output_final_state=False)
-        return y[:, around[0] : around[0] + x.shape[1]]
 
 
 def _tokens_of(step: _Step, row: Tensor, model: TextClassifier) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from types import MethodType
@@ -78,21 +78,6 @@ def has_shards(module: nn.Module) -> bool:
 def is_sharded(tensor: Any) -> bool:
     """True for torch's DTensor, of which each process holds a shard."""
     return isinstance(tensor, Tensor) and hasattr(tensor, "device_mesh")
-
-
-def gather(state: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-    """The whole tensors of a sharded state dict, on the CPU, in the first process; None in the others.
-
-    All processes call it. Devices and the other processes hold one whole tensor at a time.
-    """
-    is_first = torch.distributed.get_rank() == 0
-    whole: dict[str, Tensor] = {}
-    for name, value in state.items():
-        tensor: Any = value.detach()
-        tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
-        if is_first:
-            whole[name] = tensor.cpu().contiguous()
-    return whole if is_first else None
 
 
 def own_part(tensor: Any) -> Tensor:

@@ -11,6 +11,8 @@ from longseq.tokenizer_files import same_tokenizer
 
 InfoT = TypeVar("InfoT", bound="Info")
 
+STAGES = {"train": "train", "val": "validation", "test": "test"}  # the split of each stage of a run
+
 
 @dataclass(frozen=True, kw_only=True)
 class Info(ABC):

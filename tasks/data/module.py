@@ -15,12 +15,11 @@ from typing_extensions import Self
 
 from longseq.tasks.commands import Predict
 from longseq.tasks.config import read
-from longseq.tasks.data.info import Info
+from longseq.tasks.data.info import STAGES, Info
 from longseq.tasks.data.loader import Batch, BatchLoader, TrainingLoader, find_place
 from longseq.tasks.data.sampler import EvaluationSampler, SampleIndex, TrainingSampler, UpdateSampler
 from longseq.tasks.training.metrics import decide
 
-SPLITS = ("train", "val", "test")
 DECISION = "decision"  # the detail with the label or labels that thresholds decide on
 TOP_K = 5  # the default classes of a prediction
 NO_DETAILS: Mapping[str, Any] = {}
@@ -229,7 +228,7 @@ class SampleData(TaskData):
     @property
     def sizes(self) -> dict[str, int | None]:
         """The number of samples of each split."""
-        return {split: len(self._set(split)) for split in SPLITS}
+        return {split: len(self._set(split)) for split in STAGES}
 
     def setup(self, stage: str | None = None) -> None:
         if self._sets is None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from longseq.tasks.config import Choice, ClassifierGroup, Count, Keys, Share, TaskKeys, key, spell
+from longseq.tasks.config import ClassifierGroup, Count, Keys, Share, TaskKeys, key
 from longseq.tasks.data.info import Info
 from longseq.tasks.data.labels import ClassWeights, Sampling, check_label_keys
 from longseq.tasks.text.tokenizer import Tokenizer, tokenizer_from_dict
@@ -146,7 +146,7 @@ class DocumentKeys(TaskKeys):
         group, several = config["task"], bool(config["data"]["multi_label"])
         check_metrics(group["metric"], group["metrics"], multi_label=several, tables=TABLES)
 
-    def choose(self, config: Mapping[str, Any], info: DocumentInfo | None, parts: int) -> Choice:
+    def choose(self, config: Mapping[str, Any], info: DocumentInfo | None, parts: int) -> dict[str, Any]:
         """As `TaskKeys.choose`, for the keys of data=documents and of its recipe and model.
 
         Before the data is open, 1,000 short documents are assumed.
@@ -181,14 +181,9 @@ class DocumentKeys(TaskKeys):
             "recipe.batch_size": math.ceil(max(min(BATCH, read // 32), held * parts) / parts) * parts,
             "recipe.learning_rate": 8e-3,
         }
-        if info is None:
-            return Choice(values, "")
-        if crops and _carries_state(settle(config, Choice(values, "")), info):
+        if crops and info is not None and _carries_state(settle(config, values), info):
             values |= {"data.truncation": "none", "data.segment": SEGMENT}
-        settled = settle(config, Choice(values, ""))
-        chosen = (key.split(".") for key in values if value_of(config, key, AUTO) == AUTO)
-        described = ", ".join(f"{group}.{name}={spell(settled[group][name])}" for group, name in chosen)
-        return Choice(values, f"recipe {recipe['name']} for {documents:,} documents of {tokens:,} tokens: {described}")
+        return values
 
 
 def _carries_state(config: Mapping[str, Any], info: DocumentInfo) -> bool:

@@ -18,6 +18,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 from longseq.plugins import plugin_of
 from longseq.tasks.config import read
+from longseq.tasks.data.info import STAGES
 from longseq.tasks.data.labels import Labels, count_classes, find_weights, rarest_labels, sort_names, targets_of
 from longseq.tasks.data.loader import BatchLoader, TrainingLoader, find_place
 from longseq.tasks.data.module import TaskData, refuse_larger_shares, same_root
@@ -30,7 +31,7 @@ from longseq.tasks.document.sources import Reader, Sample
 from longseq.tasks.text import store
 from longseq.tasks.text.prepare import Encoded, batched, encode, manifest_of, tokenizer_of
 from longseq.tasks.text.sources import Document, Malformed
-from longseq.tasks.text.store import SPLITS, STAGES, Integers, in_cache
+from longseq.tasks.text.store import SPLITS, Integers, in_cache
 from longseq.tasks.text.tokenizer import (
     ByteTokenizer,
     Tokenizer,

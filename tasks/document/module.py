@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,9 +21,8 @@ from longseq.tasks.data import loader
 from longseq.tasks.document.batch import DocumentBatch, DocumentInputs
 from longseq.tasks.document.config import DocumentInfo, LinearModelKeys
 from longseq.tasks.document.model import fit_linear, read_documents
-from longseq.tasks.document.report import TABLES, ScoresByLength
+from longseq.tasks.document.report import TABLES, AccuracyByLength
 from longseq.tasks.training.classifier import ClassifierModule
-from longseq.tasks.training.metrics import make_metrics
 from longseq.tasks.training.recipe import Training
 from longseq.tasks.training.token_model import PluginMixers
 
@@ -39,16 +37,16 @@ class DocumentTask(ClassifierModule):
     label towards 1/2. Losses of validation and test have neither.
 
     Logs `train/{loss,lr}`, `{val,test}/loss` and `{val,test}/METRIC` for the metrics of
-    `longseq.tasks.document.report.measure`, and in a test `test/METRIC_q1` to `test/METRIC_q4` for the quarters of
-    the documents by length.
-    `chosen_metrics` and `metric` add others, as `task.metrics` and `task.metric` do. `threshold` is explained in
-    `ClassifierModule`; by default the thresholds are in `info`. After a test, `documents_by_length` counts the
-    documents of each quarter, and `length_quartiles` are the three limits in tokens before truncation.
+    `longseq.tasks.document.report.TABLES`, and in a test `test/accuracy_q1` to `test/accuracy_q4` for the quarters of
+    the documents by length. `chosen_metrics` and `metric` add others, as `task.metrics` and `task.metric` do.
+    `threshold` is explained in `ClassifierModule`; by default the thresholds are in `info`. After a test,
+    `documents_by_length` counts the documents of each quarter, and `length_quartiles` are the three limits in tokens
+    before truncation.
     """
 
     kept_options = ("label_smoothing", "chosen_metrics", "metric", "threshold")
+    tables = TABLES
 
-    linear_scores: Mapping[str, float] = MappingProxyType({})  # of the linear model, see `LinearBaseline`
     documents_by_length: Mapping[str, int] | None = None
     length_quartiles: Sequence[int] = ()
 
@@ -68,9 +66,6 @@ class DocumentTask(ClassifierModule):
             training,
             num_classes=info.num_classes,
             multi_label=info.multi_label,
-            make_metrics=lambda: make_metrics(
-                info.num_classes, multi_label=info.multi_label, chosen=chosen_metrics, metric=metric, tables=TABLES
-            ),
             chosen_metrics=chosen_metrics,
             metric=metric,
             threshold=threshold,
@@ -85,7 +80,7 @@ class DocumentTask(ClassifierModule):
         if info.segment and not isinstance(backbone, LinearTextClassifier):
             check_segments(backbone, info.gradient_segments, info.segment)
         self._plugin_mixers = PluginMixers()
-        self._by_length = ScoresByLength(info)
+        self._by_length = AccuracyByLength()
 
     @classmethod
     def from_config(
@@ -184,18 +179,16 @@ class DocumentTask(ClassifierModule):
         logits, targets = self(inputs)[real].float(), targets[real]
         if len(targets):
             metrics["loss"].update(self._losses(logits, targets).mean(), weight=len(targets))
-        classes = targets.long()
-        probabilities = self.rankable(logits)
-        self.measure(probabilities, classes, metrics, stage)
+        self.measure(self.rankable(logits), targets.long(), metrics, stage)
         if stage == "test":
-            self._by_length.update(probabilities, classes, self.decide(logits), inputs.whole_lengths[real])
+            self._by_length.update(self.decide(logits) == targets, inputs.whole_lengths[real])
 
     def on_test_epoch_end(self) -> None:
         super().on_test_epoch_end()
-        scores, self.documents_by_length, self.length_quartiles = self._by_length.compute()
+        accuracies, self.documents_by_length, self.length_quartiles = self._by_length.compute()
         self._by_length.reset()
         # All processes have the same values; without sync_dist Lightning warns.
-        self.log_dict({f"test/{name}": value for name, value in scores.items()}, sync_dist=True)
+        self.log_dict({f"test/accuracy_{name}": value for name, value in accuracies.items()}, sync_dist=True)
 
     def observe(self, batch: DocumentBatch, examples: int | None = None) -> Any:
         """The features of the first documents of a batch; None: of all."""

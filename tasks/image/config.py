@@ -16,10 +16,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from longseq.tasks.config import Choice, ClassifierGroup, Count, Keys, OpenKeys, Positive, Share, TaskKeys, key
+from longseq.tasks.config import ClassifierGroup, Count, Keys, OpenKeys, Positive, Share, TaskKeys, key
 from longseq.tasks.data.info import Info
 from longseq.tasks.data.labels import ClassWeights, Sampling, check_label_keys
-from longseq.tasks.training.automatic import FIND, value_of
+from longseq.tasks.training.automatic import value_of
 
 Size = Count | Annotated[tuple[Count, Count], Field(strict=False)]
 Interpolation = Literal["bicubic", "bilinear", "nearest", "lanczos", "box", "hamming"]
@@ -152,29 +152,6 @@ class ModelKeys(ModelOptions):
     direction: Literal["bidirectional", "forward", "cross", "alternating"] | None = key(None, "how patches are read")
 
 
-@dataclass(frozen=True)
-class ImageKeys(TaskKeys):
-    """The keys of image classification."""
-
-    data: type[Keys] = ImageDataKeys
-    model: Any = ModelKeys
-    group: type[ClassifierGroup] = ClassifierGroup
-    loss: type[Keys] | None = ImageLossKeys
-    augment: type[Keys] | None = ImageAugmentKeys
-    recipe_model: type[Keys] | None = ModelOptions
-
-    def check(self, config: Mapping[str, Any]) -> None:
-        from longseq.tasks.training.metrics import check_metrics
-
-        group = config["task"]
-        check_metrics(group["metric"], group["metrics"], multi_label=bool(config["data"]["multi_label"]))
-        if config["recipe"]["name"] == "finetune" and not starts_trained(config):
-            raise ValueError("recipe=finetune begins with trained weights: give init=FILE or model.pretrained=true")
-
-    def choose(self, config: Mapping[str, Any], info: DataInfo | None, parts: int) -> Choice:
-        return choose_recipe(config, info, parts)
-
-
 # From this number of images on, the recipe of ImageNet-1k is used.
 LARGE = 200_000
 
@@ -201,57 +178,74 @@ STRONG = {
 }
 
 
+@dataclass(frozen=True)
+class ImageKeys(TaskKeys):
+    """The keys of image classification."""
+
+    data: type[Keys] = ImageDataKeys
+    model: Any = ModelKeys
+    group: type[ClassifierGroup] = ClassifierGroup
+    loss: type[Keys] | None = ImageLossKeys
+    augment: type[Keys] | None = ImageAugmentKeys
+    recipe_model: type[Keys] | None = ModelOptions
+
+    def check(self, config: Mapping[str, Any]) -> None:
+        from longseq.tasks.training.metrics import check_metrics
+
+        group = config["task"]
+        check_metrics(group["metric"], group["metrics"], multi_label=bool(config["data"]["multi_label"]))
+        if config["recipe"]["name"] == "finetune" and not starts_trained(config):
+            raise ValueError("recipe=finetune begins with trained weights: give init=FILE or model.pretrained=true")
+
+    def choose(self, config: Mapping[str, Any], info: DataInfo | None, parts: int) -> dict[str, Any]:
+        """As `TaskKeys.choose`; what the recipe states is kept, and others follow from it, as the rate from the batch.
+
+        Before the data is open, 1,000 images are assumed. ValueError for a stream of unknown length.
+        """
+        from longseq.plugin_models import TARGET  # imports timm, which takes seconds
+
+        images = 1_000 if info is None else info.sizes.get("train")
+        recipe, model = config["recipe"], config["model"]
+        if images is None:
+            raise ValueError(f"recipe={recipe.get('name')} needs the number of images: give data.train_samples=N")
+        large, head_only, trained = images >= LARGE, recipe.get("freeze") == "body", starts_trained(config)
+        tuned = trained and not head_only
+        ours = str(model.get("name")).startswith("longseq_") and TARGET not in model
+        width = (model.get("embed_dim") or config["scale"].get("embed_dim")) if ours else None
+        narrow = isinstance(width, int) and width < 384
+        batch = value_of(recipe, "batch_size", choose_batch(images, parts))
+        scratch_epochs, tuned_epochs = next((scratch, tuned) for most, scratch, tuned in EPOCHS if images < most)
+        epochs = value_of(recipe, "epochs", tuned_epochs if trained else scratch_epochs)
+        if isinstance(recipe.get("updates"), int):
+            length: float | None = recipe["updates"] / max(1, images // batch)
+        else:
+            length = epochs if recipe.get("tokens") is None else None
+        if tuned:
+            rate = float(f"{1e-4 * math.sqrt(batch / SMALLEST_BATCH):.2g}")
+        elif large:
+            rate = float(f"{1e-3 * batch / LARGEST_BATCH:.3g}")  # as in Vim and DeiT
+        else:
+            rate = 1e-3 if head_only or narrow else 5e-4
+        warmup = None if length is None else round(min(0.05 * length, 5 if large else math.inf), 4)
+        drop_path = 0.1 if tuned else None if narrow else 0.05
+        values: dict[str, Any] = {
+            "batch_size": batch,
+            "epochs": epochs,
+            "learning_rate": rate,
+            "schedule.warmup_epochs": warmup,
+            "validate_every_epochs": 1 if large or length is None else max(1, int(length) // 50),
+            "optimizer.weight_decay": 0.1 if large and not trained and narrow else 0.05,
+            "optimizer.layer_decay": 0.75 if tuned else None,
+            "model.drop_path_rate": drop_path if ours else None,  # some models of timm have no such option
+            "loss.label_smoothing": 0.1,
+            **(STRONG if large and not trained else LIGHT),
+        }
+        return {f"recipe.{key}": value for key, value in values.items()}
+
+
 def starts_trained(config: Mapping[str, Any]) -> bool:
     """True if the model starts from trained weights: from `init`, or timm's."""
     return config.get("init") is not None or bool(config["model"].get("pretrained"))
-
-
-def choose_recipe(config: Mapping[str, Any], info: DataInfo | None, parts: int = 1) -> Choice:
-    """The values of the recipe's keys that are `auto`, for the data of `info`.
-
-    Values that the recipe gives are kept, and others follow from them, such as the learning rate from the batch.
-    `parts`, the devices times the accumulated batches, divide the batch. Without `info`, which checks a configuration
-    before the data is open, 1,000 images are assumed. ValueError for a stream of unknown length.
-    """
-    from longseq.plugin_models import TARGET  # imports timm, which takes seconds
-
-    images = 1_000 if info is None else info.sizes.get("train")
-    recipe, model = config["recipe"], config["model"]
-    if images is None:
-        raise ValueError(f"recipe={recipe.get('name')} needs the number of images: give data.train_samples=N")
-    large, head_only, trained = images >= LARGE, recipe.get("freeze") == "body", starts_trained(config)
-    tuned = trained and not head_only
-    ours = str(model.get("name")).startswith("longseq_") and TARGET not in model
-    width = (model.get("embed_dim") or config["scale"].get("embed_dim")) if ours else None
-    narrow = isinstance(width, int) and width < 384
-    batch = value_of(recipe, "batch_size", choose_batch(images, parts))
-    scratch_epochs, tuned_epochs = next((scratch, tuned) for most, scratch, tuned in EPOCHS if images < most)
-    epochs = value_of(recipe, "epochs", tuned_epochs if trained else scratch_epochs)
-    if isinstance(recipe.get("updates"), int):
-        length: float | None = recipe["updates"] / max(1, images // batch)
-    else:
-        length = epochs if recipe.get("tokens") is None else None
-    if tuned:
-        rate = float(f"{1e-4 * math.sqrt(batch / SMALLEST_BATCH):.2g}")
-    elif large:
-        rate = float(f"{1e-3 * batch / LARGEST_BATCH:.3g}")  # as in Vim and DeiT
-    else:
-        rate = 1e-3 if head_only or narrow else 5e-4
-    drop_path = 0.1 if tuned else None if narrow else 0.05
-    values: dict[str, Any] = {
-        "batch_size": batch,
-        "epochs": epochs,
-        "learning_rate": value_of(recipe, "learning_rate", rate),
-        "schedule.warmup_epochs": None if length is None else round(min(0.05 * length, 5 if large else math.inf), 4),
-        "validate_every_epochs": 1 if large or length is None else max(1, int(length) // 50),
-        "optimizer.weight_decay": 0.1 if large and not trained and narrow else 0.05,
-        "optimizer.layer_decay": 0.75 if tuned else None,
-        "model.drop_path_rate": drop_path if ours else None,  # some models of timm have no such option
-        "loss.label_smoothing": 0.1,
-        **(STRONG if large and not trained else LIGHT),
-    }
-    named = {f"recipe.{key}": value for key, value in values.items()}
-    return Choice(named, _explain(config, info, images, values, trained))
 
 
 def choose_batch(images: int, parts: int = 1) -> int:
@@ -263,24 +257,6 @@ def choose_batch(images: int, parts: int = 1) -> int:
     batch = min(max(nearest, SMALLEST_BATCH), LARGEST_BATCH, max(2, images))
     share = 2 * parts
     return max(1, batch // share) * share
-
-
-def _explain(
-    config: Mapping[str, Any], info: DataInfo | None, images: int, values: Mapping[str, Any], trained: bool
-) -> str:
-    """The choice and its reason, in one line."""
-    recipe = config["recipe"]
-    rate = "that is searched" if values["learning_rate"] == FIND else values["learning_rate"]
-    units = [unit for unit in ("updates", "tokens") if recipe.get(unit) is not None]
-    count, unit = (recipe[units[0]], units[0]) if units else (values["epochs"], "epochs")
-    length = f"{count:,} {unit.removesuffix('s') if count == 1 else unit}"
-    strong = values["augment.repeats"] > 1
-    why = "trained weights, tuned gently" if trained else "as for ImageNet" if strong else "few images, seen often"
-    data = f"{images:,} images" + ("" if info is None else f" of {info.num_classes} classes at {info.img_size} px")
-    return (
-        f"recipe {recipe.get('name')} for {data} ({why}): batch {values['batch_size']}, {length}, learning rate "
-        f"{rate}, {'strong' if strong else 'light'} augmentation"
-    )
 
 
 _SHARED = ("img_size", "in_chans", "interpolation", "crop_pct", "multi_label")  # of `DataInfo` and the keys of `data`

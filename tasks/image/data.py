@@ -15,6 +15,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from longseq.tasks.config import read
+from longseq.tasks.data.info import STAGES
 from longseq.tasks.data.labels import count_classes, find_weights, name_some, rarest_labels
 from longseq.tasks.data.loader import Batch, BatchLoader, Failure, TrainingLoader, find_place, work_ahead
 from longseq.tasks.data.module import TaskData, same_root
@@ -53,8 +54,6 @@ _REPORTED_PATHS = 20  # unreadable images that are logged
 
 # Values of keys that matter only in training.
 _EVALUATED = {"class_weights": "none", "sampling": None}
-
-_KINDS = {"train": "train", "val": "validation", "test": "test"}
 
 _LAYOUTS: Mapping[str, type[Layout] | None] = {
     "folder": FolderLayout,
@@ -138,10 +137,8 @@ class ImageDataModule(TaskData):
 
     @property
     def registered_parts(self) -> list[Any]:
-        if self.splits is not None and self.keys.source == OWN:
-            source: Any = self.splits.train.source
-            return [type(source.dataset)]
-        return [SOURCES[self.keys.source]] if self.keys.source in SOURCES else []
+        source: Any = None if self.splits is None else self.splits.train.source
+        return [type(source.dataset)] if self.keys.source == OWN else []
 
     @property
     def batches_per_epoch(self) -> int:
@@ -160,10 +157,10 @@ class ImageDataModule(TaskData):
         sizes: dict[str, int | None]
         if is_stream(keys.source):
             _log.warning("data.source=%s is a stream: a run resumed within an epoch restarts it", keys.source)
-            sizes, class_names = self._describe_stream(list(_KINDS))
+            sizes, class_names = self._describe_stream(list(STAGES))
         else:
             self.splits = self.splits or self._open_splits()
-            sizes = {stage: len(getattr(self.splits, kind)) for stage, kind in _KINDS.items()}
+            sizes = {stage: len(getattr(self.splits, kind)) for stage, kind in STAGES.items()}
             class_names = list(self.splits.train.source.class_names)
         if not keys.multi_label and max(len(class_names), keys.num_classes or 0) == 1:
             raise ValueError(f"{self.root or keys.source} has only one class: {''.join(class_names)}")
@@ -183,7 +180,7 @@ class ImageDataModule(TaskData):
             self._info = self._describe(names, sizes)
             return
         layout = self._layout()
-        source = None if layout is None else layout.open_held_out(_KINDS[split], class_names, foreign=foreign)
+        source = None if layout is None else layout.open_held_out(STAGES[split], class_names, foreign=foreign)
         if source is None:  # they are a part of the training images
             self.prepare_data()
             self.setup()
@@ -232,7 +229,7 @@ class ImageDataModule(TaskData):
         """ValueError if images of `split` were training images of the run."""
         if self.splits is None or not len(self.splits.train):  # the split has images of its own
             return
-        train, measured = self._splits_of_training(run).train, getattr(self.splits, _KINDS[split])
+        train, measured = self._splits_of_training(run).train, getattr(self.splits, STAGES[split])
         known = {train.source.path(int(index)) for index in train.indices}
         count = sum(measured.source.path(int(index)) in known for index in measured.indices)
         if count:
@@ -245,7 +242,7 @@ class ImageDataModule(TaskData):
             raise ValueError(f"data.source={keys.source} has no class names: give data.num_classes=N")
         checksums: dict[str, list[int]] = {}
         if self.splits is not None:
-            found = {stage: getattr(self.splits, _KINDS[stage]).checksum() for stage in sizes}
+            found = {stage: getattr(self.splits, STAGES[stage]).checksum() for stage in sizes}
             checksums = {stage: [checksum] for stage, checksum in found.items() if checksum is not None}
         counts, samples = [0] * len(class_names), 0
         if keys.class_weights == "balanced":
@@ -304,8 +301,8 @@ class ImageDataModule(TaskData):
     def evaluation_loader(self, stage: str) -> BatchLoader:
         transform = evaluation_transform(self.info)
         if self.splits is None:
-            return self._stream_loader(_KINDS[stage], transform)
-        split: Split = getattr(self.splits, _KINDS[stage])
+            return self._stream_loader(STAGES[stage], transform)
+        split: Split = getattr(self.splits, STAGES[stage])
         rank, world_size, _ = find_place(self.trainer)
         sampler = EvaluationSampler(len(split), self.eval_batch_size, rank=rank, world_size=world_size)
         return BatchLoader(EvaluationBatches(split, transform, self.info), sampler, **self.loader_options())
@@ -316,10 +313,10 @@ class ImageDataModule(TaskData):
     def _describe_stream(self, stages: Sequence[str]) -> tuple[dict[str, int | None], list[str]]:
         """The sizes of the splits, and the class names of the first one, as far as the reader has them."""
         require_one_class_list(self.keys, self.root)
-        readers = [self._stream(_KINDS[stage]).reader for stage in stages]
+        readers = [self._stream(STAGES[stage]).reader for stage in stages]
         names = [names_by_number(reader.class_to_idx) for reader in readers]
         for stage, held_out in zip(stages, names, strict=True):
-            require_same_numbers(held_out, names[0], self.keys.source, _KINDS[stage])
+            require_same_numbers(held_out, names[0], self.keys.source, STAGES[stage])
         return {stage: max(one.num_samples, 0) or None for stage, one in zip(stages, readers, strict=True)}, names[0]
 
     def _stream_loader(self, kind: str, transform: Any) -> StreamLoader:

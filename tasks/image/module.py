@@ -1,7 +1,6 @@
 """The image classification task: loss, metrics, optimizer and schedule around a backbone."""
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from longseq.tasks.image.model import state_data, state_decision
 from longseq.tasks.image.transforms import BatchMixing, normalize
 from longseq.tasks.training.classifier import ClassifierModule
 from longseq.tasks.training.distributed import UpdateSum, count_processes
-from longseq.tasks.training.metrics import make_metrics
 from longseq.tasks.training.recipe import Training
 
 # The largest rounding error of a sum of probabilities in half precision.
@@ -70,9 +68,6 @@ class ImageClassifier(ClassifierModule):
             training,
             num_classes=num_classes,
             multi_label=multi_label,
-            make_metrics=partial(
-                make_metrics, num_classes, multi_label=multi_label, chosen=chosen_metrics, metric=metric
-            ),
             chosen_metrics=chosen_metrics,
             metric=metric,
             threshold=threshold,

@@ -278,23 +278,7 @@ def _in_memory(source: FileSource) -> ArraySource:
     return ArraySource(images, source.targets(), source.class_names, source.label)
 
 
-Opener = Callable[..., Splits]
-
-SOURCES: dict[str, Opener] = {"digits": digits, "fashion_mnist": fashion_mnist, "cifar10": cifar10}
-
-
-def register_source(name: str) -> Callable[[Opener], Opener]:
-    """Register the source that `data.source=NAME` chooses: `@register_source("name")`.
-
-    The function is called with (root, download=..., val_fraction=..., split_seed=...), the keys of `data`, and returns
-    the splits of one or more `Source`s, which worker processes read.
-    """
-
-    def enter(opener: Opener) -> Opener:
-        SOURCES[name] = opener
-        return opener
-
-    return enter
+SOURCES: dict[str, Callable[..., Splits]] = {"digits": digits, "fashion_mnist": fashion_mnist, "cifar10": cifar10}
 
 
 def require_root(root: str | None) -> str:

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from longseq.tasks.config import read
+from longseq.tasks.data.info import STAGES
 from longseq.tasks.data.loader import BatchLoader, TrainingLoader, find_place
 from longseq.tasks.data.module import TaskData, refuse_larger_shares, same_root
 from longseq.tasks.lm.config import READ_BY, TextDataKeys
 from longseq.tasks.text.prepare import Fractions, describe, plan_of, prepare, tokenizer_of
 from longseq.tasks.text.sources import STREAM, TEXT, Columns, Part, find_parts, group_files, standard_library_files
-from longseq.tasks.text.store import MANIFEST, STAGES, TokenStore, in_cache, open_store
+from longseq.tasks.text.store import MANIFEST, TokenStore, in_cache, open_store
 from longseq.tasks.text.tokenizer import TextInfo
 from longseq.tasks.text.windows import (
     Concatenated,

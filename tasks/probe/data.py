@@ -13,15 +13,12 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from longseq.tasks.data.generators import IGNORED, Integers, Samples, draw
-from longseq.tasks.data.info import Info
+from longseq.tasks.data.info import STAGES, Info
 from longseq.tasks.data.loader import Batch, BatchLoader, TrainingLoader, find_place
 from longseq.tasks.data.module import TaskData
 from longseq.tasks.data.sampler import EvaluationSampler, UpdateSampler, derive_seed
 from longseq.tasks.probe.config import ProbeDataKeys
 from longseq.tasks.probe.generators import GENERATORS, generator_options
-
-# The key of `data` with the slices of each stage of a run.
-STAGES = {"train": "train", "val": "validation", "test": "test"}
 
 # Keys of a slice that are not options of its generator.
 _OWN_KEYS = ("samples", "name")

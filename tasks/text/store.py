@@ -40,7 +40,6 @@ MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 PARTIAL = ".partial"
 SPLITS = ("train", "validation", "test")
-STAGES = {"train": "train", "val": "validation", "test": "test"}  # the split of each stage of a run
 
 
 class Corpus(NamedTuple):

@@ -9,7 +9,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from longseq.tasks.config import Choice
+from longseq.tasks.config import spell
 from longseq.tasks.training.configuration import flatten
 
 AUTO = "auto"  # the task chooses the value by the data
@@ -41,11 +41,11 @@ def value_of(config: Mapping[str, Any], key: str, chosen: Any) -> Any:
     return chosen if value == AUTO else value
 
 
-def settle(config: Mapping[str, Any], choice: Choice) -> dict[str, Any]:
-    """The configuration with the values of `choice` where it says `auto`, and their keys in `recipe.chosen`."""
+def settle(config: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration with the values of dotted keys where it says `auto`, and these keys in `recipe.chosen`."""
     settled = copy.deepcopy(dict(config))
     chosen = list(config["recipe"].get(CHOSEN) or [])
-    for key, value in choice.values.items():
+    for key, value in values.items():
         if _get(config, key) == AUTO:
             # A length in epochs becomes null if the recipe states it in another unit.
             others = [key.replace("epochs", unit) for unit in ("updates", "tokens") if key.endswith("epochs")]
@@ -92,6 +92,12 @@ def _choices(config: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """Dotted keys that may be chosen, and their values."""
     recipe = flatten({"recipe": {key: value for key, value in config["recipe"].items() if key != "model"}})
     return [*recipe, *((key, _get(config, key)) for key in OTHERS)]
+
+
+def describe(config: Mapping[str, Any]) -> str:
+    """The keys of `recipe.chosen` and their values in one line."""
+    values = {key: _get(config, key) for key in config["recipe"][CHOSEN]}
+    return ", ".join(f"{key.removeprefix('recipe.')}={spell(value)}" for key, value in values.items())
 
 
 def _get(config: Mapping[str, Any], key: str) -> Any:

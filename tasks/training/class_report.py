@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from longseq.tasks.report import Report
-
-Table = Sequence[Sequence[Any]]
 
 _MOST_CLASSES = 100  # of a confusion matrix in metrics.json
 
@@ -34,24 +30,10 @@ class ClassReport(Report):
             found["thresholds"] = dict(zip(decided, module.thresholds.tolist(), strict=True))
         return found
 
-    def tables(self, module: Any, info: Any) -> dict[str, Table]:
-        found: dict[str, Table] = {}
-        for split, counts in (("val", module.val_confusion_matrix), ("test", module.confusion_matrix)):
-            if counts is not None:
-                rows = per_class(counts, info.class_names, unit=self.unit)
-                values = (["" if value is None else value for value in row.values()] for row in rows)
-                found[f"classes_{split}"] = [list(rows[0]), *values]
-                found[f"confusion_matrix_{split}"] = confusion_table(counts, info.class_names)
-        return found
-
-    def rows(self, module: Any, info: Any) -> list[tuple[str, str]]:
-        if module.thresholds is None:
-            return []
-        values = module.thresholds.tolist()
-        if not info.multi_label:
-            return [("threshold", f"{info.class_names[1]} from a probability of {values[0]:.4f} on")]
-        least, most = f"{min(values):.4f}", f"{max(values):.4f}"
-        return [("thresholds", f"labels from a probability of {least}{f' to {most}' * (least != most)} on")]
+    def counts(self, module: Any, info: Any, split: str) -> dict[str, int]:
+        counts = module.confusion_matrix
+        # with several labels, each matrix counts all samples
+        return {f"{split}/{self.unit}": int((counts[0] if info.multi_label else counts).sum())}
 
 
 def per_class(counts: Tensor, class_names: Sequence[str], *, unit: str) -> list[dict[str, Any]]:
@@ -74,23 +56,6 @@ def per_class(counts: Tensor, class_names: Sequence[str], *, unit: str) -> list[
         }
         for name, hits, samples, chosen in counted
     ]
-
-
-def confusion_table(counts: Tensor, class_names: Sequence[str]) -> Table:
-    """A confusion matrix with its names: a row for each true class, or for each of several labels."""
-    if counts.ndim == 3:
-        head = ["label", "true_negative", "false_positive", "false_negative", "true_positive"]
-        counts = counts.flatten(1)
-    else:
-        head = ["true", *class_names]
-    return [head, *([name, *row] for name, row in zip(class_names, counts.tolist(), strict=True))]
-
-
-def to_csv(table: Table) -> str:
-    """A table as csv."""
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(table)
-    return text.getvalue()
 
 
 def _share(part: int, whole: int) -> float | None:

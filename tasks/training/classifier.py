@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,17 @@ from torchmetrics.classification import MulticlassConfusionMatrix, MultilabelCon
 from longseq.blocks.precision import at_least_float32
 from longseq.models import CHECKPOINT_RUN
 from longseq.tasks.config import Criterion
-from longseq.tasks.training.metrics import MeanLoss, Scores, choose_thresholds, decide, reads_decisions, update_metrics
+from longseq.tasks.training.metrics import (
+    TABLES,
+    MeanLoss,
+    Scores,
+    Tables,
+    choose_thresholds,
+    decide,
+    make_metrics,
+    reads_decisions,
+    update_metrics,
+)
 from longseq.tasks.training.module import TrainedModule
 from longseq.tasks.training.recipe import Training
 
@@ -25,12 +35,16 @@ class ClassifierModule(TrainedModule):
     chooses them, its metrics are for these.
 
     Args:
-        make_metrics: makes the metrics of a split besides the loss; called for validation and for the test.
-        chosen_metrics, metric: what `make_metrics` reads, for checkpoints (see `kept_options`).
+        chosen_metrics, metric: more metrics of validation and test (see `make_metrics`).
         threshold: the probability from which a label is given, or the second one of two classes: a number, a number for
             each label, or the criterion by which each validation chooses it (see `choose_threshold`).
         thresholds: in force before the first validation has chosen them.
+
+    Class attributes:
+        tables: the metrics by name.
     """
+
+    tables: ClassVar[Mapping[bool, Tables]] = TABLES
 
     # Counts [true class, predicted class], or [C, 2, 2] of several labels, of the last test and the last validation.
     confusion_matrix: Tensor | None = None
@@ -43,7 +57,6 @@ class ClassifierModule(TrainedModule):
         *,
         num_classes: int,
         multi_label: bool,
-        make_metrics: Callable[[], Mapping[str, Metric]],
         chosen_metrics: Mapping[str, Any] | None = None,
         metric: str | None = None,
         threshold: float | Sequence[float] | Criterion | None = None,
@@ -52,7 +65,11 @@ class ClassifierModule(TrainedModule):
         super().__init__(backbone, training)
         self.num_classes, self.multi_label = num_classes, multi_label
         self.chosen_metrics, self.metric, self.threshold = chosen_metrics, metric, threshold
-        self.val_metrics, self.test_metrics = (nn.ModuleDict({"loss": MeanLoss(), **make_metrics()}) for _ in range(2))
+        options: dict[str, Any] = {"multi_label": multi_label, "chosen": chosen_metrics, "metric": metric}
+        self.val_metrics, self.test_metrics = (
+            nn.ModuleDict({"loss": MeanLoss(), **make_metrics(num_classes, **options, tables=self.tables)})
+            for _ in range(2)
+        )
         confusion = MultilabelConfusionMatrix if multi_label else MulticlassConfusionMatrix
         self.confusion: Metric = confusion(num_classes, validate_args=False)
         # no buffer, which an average of the weights would include

@@ -49,8 +49,6 @@ FREE_KEYS = (
     "callbacks.progress",
     "callbacks.telemetry",
     "callbacks.unreadable",
-    "callbacks.samples",
-    "callbacks.text_samples",
     "callbacks.worst",
     "callbacks.confusion",
     "logger",

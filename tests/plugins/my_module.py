@@ -1,4 +1,4 @@
-"""A plug-in in one file, as it lies in a user's working folder: a mixer, a data source, a metric and callbacks."""
+"""A plug-in in one file, as it lies in a user's working folder: a mixer, a Dataset, a metric and callbacks."""
 
 import os
 import signal
@@ -7,13 +7,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from lightning.pytorch import Callback
-from PIL import Image
 from torch import Tensor
+from torch.utils.data import Dataset
 from torchmetrics import Metric
 
 from longseq import mixers
 from longseq.mixers.linear_attention import LinearAttention
-from longseq.tasks.image.sources import Split, Splits, register_source
 from longseq.tasks.training import targets
 
 
@@ -25,31 +24,21 @@ class Mine(LinearAttention):
         super().__init__(d_model, num_heads=num_heads, normalizer=False, backend=backend)
 
 
-class Halves:
+class Halves(Dataset):
     """Images of 8 x 8 whose upper or lower half is white."""
 
-    def __init__(self) -> None:
-        self.class_names = ["upper", "lower"]
+    classes = ("upper", "lower")
+
+    def __init__(self, first: int, count: int) -> None:
+        self.first, self.targets = first, np.arange(first, first + count) % 2
 
     def __len__(self) -> int:
-        return 64
+        return len(self.targets)
 
-    def read(self, index: int) -> tuple[Image.Image, int]:
-        pixels = np.full((8, 8), index, np.uint8)
-        pixels[4 * (index % 2) :][:4] = 255
-        return Image.fromarray(pixels), index % 2
-
-    def path(self, index: int) -> str:
-        return f"halves#{index}"
-
-    def targets(self) -> np.ndarray:
-        return np.arange(64) % 2
-
-
-@register_source("halves")
-def halves(root: str | None, *, download: bool, val_fraction: float, split_seed: int) -> Splits:
-    train, validation, test = np.split(np.arange(64), [32, 48])
-    return Splits(Split(Halves(), train), Split(Halves(), validation), Split(Halves(), test))
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        pixels, label = np.full((8, 8), self.first + index, np.uint8), int(self.targets[index])
+        pixels[4 * label :][:4] = 255
+        return pixels, label
 
 
 @targets.register("metric")

@@ -147,7 +147,6 @@ def test_every_experiment_runs(experiment, compose_config, tmp_path, monkeypatch
             "data.source=standard_library",
             f"data.cache={tmp_path}",
             "data.window=2",
-            "callbacks.text_samples=null",
             *small,
         ]
     elif name.startswith("probe/"):
@@ -156,7 +155,7 @@ def test_every_experiment_runs(experiment, compose_config, tmp_path, monkeypatch
         batch, data = write_arena(name, tmp_path / "files")  # tokens
         evaluated = batch
         data += [f"data.cache={tmp_path}", "model.d_model=16", "mixer=attention"]
-        data += ["callbacks.linear=null", "data.pin_memory=false"]
+        data += ["data.pin_memory=false"]
         if name == "document/ngrams":
             data += ["data.source=files", "data.train=train.jsonl", "data.test=test.jsonl"]
             data += ["data.text_column=text", "data.label_column=label"]

@@ -24,11 +24,11 @@ ALL = (
 RUNS = {
     "streams": (
         "task=lm data=text mixer=gated_deltanet data.packing=streams data.reset_state=true data.window=16 "
-        f"recipe.batch_size=64 callbacks.text_samples=null {ALL}"
+        f"recipe.batch_size=64 {ALL}"
     ),
     "crops_in_segments": (
         "task=document data=documents mixer=gated_deltanet data.max_length=128 data.truncation=middle "
-        f"data.random_crops=true data.segment=48 recipe.batch_size=384 callbacks.linear=null {ALL}"
+        f"data.random_crops=true data.segment=48 recipe.batch_size=384 {ALL}"
     ),
 }
 # The places of tests/support/killer.py.

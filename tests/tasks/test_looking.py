@@ -9,7 +9,7 @@ import torch
 
 from longseq.tasks import train
 from longseq.tasks.image.data import ImageDataModule
-from longseq.tasks.image.report import COLUMNS
+from longseq.tasks.image.report import Mistake
 from longseq.tasks.training import checkpoint
 
 
@@ -39,7 +39,7 @@ def test_the_worst_errors_are_listed_by_their_files(run):
     assert loaded.epoch == 1
     with (run / "worst_errors_test.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert tuple(rows[0]) == COLUMNS
+    assert tuple(rows[0]) == Mistake._fields
     assert all(row["true_class"] != row["predicted_class"] for row in rows)
     assert [float(row["loss"]) for row in rows] == sorted((float(row["loss"]) for row in rows), reverse=True)
     worst = sorted(expected, key=lambda path: -expected[path])[:100]

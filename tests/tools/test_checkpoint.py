@@ -104,14 +104,11 @@ def test_a_repository_of_the_hub_serves_as_a_checkpoint(
 ) -> None:
     asked: list[tuple[str, str | None]] = []
 
-    def download(repo_id: str, filename: str, revision: str | None = None, **_: Any) -> str:
+    def snapshot(repo_id: str, revision: str | None = None, **_: Any) -> str:
         asked.append((repo_id, revision))
-        file = tmp_path / "hub" / repo_id / filename
-        if not file.is_file():
-            raise FileNotFoundError(f"{filename} is not in {repo_id}")
-        return str(file)
+        return str(tmp_path / "hub" / repo_id)
 
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
     monkeypatch.chdir(tmp_path)
     model = load(checkpoint).backbone
     longseq.save_pretrained(model, tmp_path / "hub" / "user" / "ours")

@@ -134,7 +134,7 @@ def language_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path
     text = write_jsonl(folder / "text.jsonl", documents)
     words = ("task=lm", "data=text", f"data.root={text}", f"data.cache={folder / 'cache'}", "data.window=16")
     words += ("data.packing=documents", "mixer=hybrid", "mixer.name=linear_attention+attention", "model.depth=2")
-    words += ("recipe.batch_size=64", "recipe.updates=3", "callbacks.text_samples=null", *TEXT)
+    words += ("recipe.batch_size=64", "recipe.updates=3", *TEXT)
     call(train.run, "train", *words, f"output={folder / 'run'}")
     checkpoint = folder / "run" / "checkpoints" / "best.ckpt"
     read = export_to(checkpoint, "read.pt", "dynamic_length=true", "max_length=200")

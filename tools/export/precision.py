@@ -103,8 +103,8 @@ def _read_images(folder: str, loaded: Loaded, options: Mapping[str, Any]) -> lis
         raise ValueError("calibrate is for image classifiers")
     files = data.inputs(folder, data.info_class.from_dict(loaded.data))
     batches = []
-    for number in range(0, len(files), -(-len(files) // CALIBRATION)):
-        images, _, unreadable = files.collate([files[number]])
+    for number in range(0, len(files.paths), -(-len(files.paths) // CALIBRATION)):
+        images, _, unreadable = files.batches[[number]]
         if not unreadable:
             batches.append((images if options["preprocess"] else normalize(images, files.info)).numpy())
     return batches

@@ -1,4 +1,4 @@
-"""The metrics of documents against scikit-learn, over all documents and by length."""
+"""The metrics of documents against scikit-learn."""
 
 from __future__ import annotations
 
@@ -7,29 +7,21 @@ import pytest
 import torch
 from sklearn.metrics import accuracy_score, average_precision_score, f1_score
 
-from longseq.tasks.document.config import DocumentInfo
-from longseq.tasks.document.report import TABLES, ScoresByLength
+from longseq.tasks.document.report import TABLES
 from longseq.tasks.training.metrics import decide, update_metrics
 
 CLASSES, DOCUMENTS = 4, 60
-QUARTERS = {"q1": (1, 2), "q3": (3, 30), "q4": (31, 10**6)}
 
 
 def draw(multi_label):
-    """Probabilities, targets and lengths; so many lengths are equal that no document is in the second quarter."""
+    """Probabilities and targets."""
     random = torch.Generator().manual_seed(0)
     scores = 2 * torch.randn(DOCUMENTS, CLASSES, generator=random)
-    lengths = torch.tensor([1, 2, 2, 30, 30, 50_000])[torch.arange(DOCUMENTS) % 6]
     if multi_label:
         targets = (scores + 2 * torch.randn(DOCUMENTS, CLASSES, generator=random) > 1).float()
-        return scores.sigmoid(), targets, lengths
+        return scores.sigmoid(), targets
     targets = (scores + 3 * torch.randn(DOCUMENTS, CLASSES, generator=random)).argmax(dim=1)
-    return scores.softmax(dim=1), targets, lengths
-
-
-def make_info(multi_label):
-    names = [str(number) for number in range(CLASSES)]
-    return DocumentInfo(names, multi_label, vocab_size=257, separator=256, tokenizer=None, window=8, sizes={})
+    return scores.softmax(dim=1), targets
 
 
 def expected(probabilities, targets, multi_label):
@@ -53,22 +45,10 @@ def expected(probabilities, targets, multi_label):
 
 @pytest.mark.parametrize("multi_label", [False, True])
 def test_metrics_are_those_of_scikit_learn(multi_label):
-    probabilities, targets, lengths = draw(multi_label)
+    probabilities, targets = draw(multi_label)
     scores = {name: make(CLASSES) for name, make in TABLES[multi_label].always.items()}
-    by_length = ScoresByLength(make_info(multi_label))
     for part in torch.arange(DOCUMENTS).split(13):
         decisions = decide(probabilities[part], None, multi_label=multi_label)
         update_metrics(scores, probabilities[part], decisions, targets[part].long())
-        by_length.update(probabilities[part], targets[part].long(), decisions, lengths[part])
     found = {name: float(metric.compute()) for name, metric in scores.items()}
     assert found == pytest.approx(expected(probabilities, targets, multi_label), abs=1e-6)
-
-    found, counts, quartiles = by_length.compute()
-    wanted = {}
-    for name, (least, most) in QUARTERS.items():
-        chosen = (lengths >= least) & (lengths <= most)
-        values = expected(probabilities[chosen], targets[chosen], multi_label)
-        wanted |= {f"{key}_{name}": value for key, value in values.items()}
-    assert found == pytest.approx(wanted, abs=1e-6)
-    assert quartiles == [2, 2, 30]
-    assert counts == {"q1": 30, "q3": 20, "q4": 10}

@@ -47,20 +47,15 @@ def test_a_run_is_measured_again(folder, command_here):
     whole = command_here(folder, "train", *WORDS, *chosen, "hydra.run.dir=whole")
     assert whole.returncode == 0, whole.stderr
     metrics = json.loads((folder / "whole" / "metrics.json").read_text())
-    assert metrics["test/linear_accuracy"] > 0.9, "the words of a document tell its class"
     assert sum(metrics["test/documents_by_length"].values()) == 18
     texts = [len(row["text"]) + 1 for row in two[:90]]  # bytes and the separator
     assert set(metrics["test/length_quartiles"]) <= set(texts)
-    assert f"accuracy up to {metrics['test/length_quartiles'][0]:,} tokens" in whole.stdout
     assert torch.tensor(metrics["test/confusion_matrix"]).sum() == 18
     assert metrics["updates"] > 4
     assert {"val/balanced_accuracy", "test/auroc", "val/per_class", "val/confusion_matrix"} <= metrics.keys()
     ((name, threshold),) = metrics["thresholds"].items()
     for split in ("val", "test"):
-        rows = list(csv.reader((folder / "whole" / f"confusion_matrix_{split}.csv").open()))
-        assert [[int(cell) for cell in row[1:]] for row in rows[1:]] == metrics[f"{split}/confusion_matrix"]
-        rows = list(csv.DictReader((folder / "whole" / f"classes_{split}.csv").open()))
-        assert [row["class"] for row in rows] == rows_of(metrics[f"{split}/per_class"], "class") == ["bird", name]
+        assert rows_of(metrics[f"{split}/per_class"], "class") == ["bird", name]
 
     checkpoint = f"checkpoint={folder / 'whole' / 'checkpoints' / 'best.ckpt'}"
     measured = command_here(folder, "evaluate", checkpoint, "trainer=cpu", "output=m.json")
@@ -91,7 +86,6 @@ def test_the_linear_model_trains_evaluates_and_predicts(folder, command_here):
     assert trained.returncode == 0, trained.stderr
     metrics = json.loads((folder / "run" / "metrics.json").read_text())
     assert metrics["test/accuracy"] > 0.9
-    assert "test/linear_accuracy" not in metrics
     assert (metrics["epochs"], metrics["updates"]) == (1, 1)
     for source in ("run/checkpoints/best.ckpt", "run/model"):
         words = (f"checkpoint={source}", "data.test=rows.jsonl", "data.cache=cache", "trainer=cpu", "output=m.json")
@@ -111,10 +105,7 @@ def test_a_run_chooses_how_it_reads_documents_of_any_length(folder, command_here
     words = (*WORDS[:4], "data.num_workers=0", "model.ngram_buckets=64", "recipe.epochs=2", "trainer=cpu")
     trained = command_here(folder, "train", *words, "hydra.run.dir=run")
     assert trained.returncode == 0, trained.stderr
-    lines = trained.stdout.splitlines()
-    assert lines[0].startswith("recipe documents for 48 documents")
-    places = [next(place for place, line in enumerate(lines) if line.startswith(word)) for word in ("linear", "test/")]
-    assert places == sorted(places)
+    assert trained.stdout.startswith("recipe documents for 48 documents")
     config = yaml.safe_load((folder / "run" / "config.yaml").read_text())
     read = {key: config["data"][key] for key in ("tokenizer", "max_length", "truncation", "random_crops")}
     assert read == {"tokenizer": "train:8192", "max_length": 1024, "truncation": "none", "random_crops": True}
@@ -123,8 +114,6 @@ def test_a_run_chooses_how_it_reads_documents_of_any_length(folder, command_here
     again = command_here(folder, "train", *words, "hydra.run.dir=run", "resume=true")
     assert again.stdout.startswith("this run is finished"), again.stderr
     metrics = json.loads((folder / "run" / "metrics.json").read_text())
-    is_behind = metrics["test/linear_accuracy"] > metrics["test/accuracy"]
-    assert is_behind == ("the linear model is better on this set" in trained.stdout)
     measured = command_here(folder, "evaluate", "checkpoint=run/checkpoints/best.ckpt", "trainer=cpu", "output=m.json")
     assert measured.returncode == 0, measured.stderr
     assert json.loads((folder / "m.json").read_text())["test/loss"] == pytest.approx(metrics["test/loss"], rel=1e-4)

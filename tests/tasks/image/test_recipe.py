@@ -20,14 +20,14 @@ from longseq.tasks.image.config import DataInfo
 from longseq.tasks.training.configuration import resolve
 
 SMALL = ("data.img_size=16", "data.num_workers=0", "model.embed_dim=16", "model.depth=1", "mixer=attention")
-QUIET = ("trainer=cpu", "callbacks.progress=null", "callbacks.samples=null", "callbacks.telemetry=null", "logger=csv")
+QUIET = ("trainer=cpu", "callbacks.progress=null", "callbacks.telemetry=null", "logger=csv")
 
 
 @pytest.mark.parametrize(("images", "batch", "epochs"), [(270, 32, 300), (2_700, 64, 150)])
 def test_a_recipe_fits_the_size_of_the_set(images, batch, epochs, compose_config):
     config, told = choose(compose_config("train", "data=image_folder", "output=run"), open_info(images))
     assert (config["recipe"]["batch_size"], config["recipe"]["epochs"]) == (batch, epochs)
-    assert f"{images:,} images of 2 classes at 224 px (few images, seen often): batch {batch}, {epochs} epochs" in told
+    assert f"for {images:,} images: batch_size={batch}, epochs={epochs}, learning_rate=" in told
 
 
 def test_a_large_set_has_the_recipe_of_imagenet(compose_config):
@@ -59,11 +59,10 @@ def test_what_a_command_states_is_kept_and_the_rest_follows(compose_config):
 @pytest.mark.parametrize(("updates", "warmup", "interval"), [(70, 0.5, 1), (7_000, 50.0, 20)])
 def test_warmup_and_validations_follow_a_length_in_updates(epochs, updates, warmup, interval, compose_config):
     words = ("data=image_folder", "output=run", "recipe.batch_size=128", f"recipe.epochs={epochs}")
-    config, told = choose(compose_config("train", *words, f"recipe.updates={updates}"), open_info(1_000))
+    config, _ = choose(compose_config("train", *words, f"recipe.updates={updates}"), open_info(1_000))
     recipe = config["recipe"]  # an epoch has 7 updates
     assert (recipe["epochs"], recipe["schedule"]["warmup_epochs"]) == (None, warmup)
     assert recipe["validate_every_epochs"] == interval
-    assert f"batch 128, {updates:,} updates, learning rate" in told
 
 
 def test_the_chosen_batch_divides_over_devices_and_fits_few_images(compose_config):
@@ -85,9 +84,7 @@ def test_a_run_repeats_what_it_chose_when_the_folder_has_grown(tmp_path, command
     words = ("train", "data=image_folder", "data.root=images", *SMALL, *QUIET, "recipe.epochs=1", "output=run")
     first = command_here(tmp_path, *words)
     assert first.returncode == 0, first.stderr
-    assert (
-        "recipe auto for 24 images of 3 classes at 16 px (few images, seen often): batch 24, 1 epoch," in first.stdout
-    )
+    assert "recipe auto for 24 images: batch_size=24, learning_rate=0.001, " in first.stdout
     written = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["recipe"]
     assert (written["batch_size"], written["learning_rate"]) == (24, 1e-3)
     for number in range(20):

@@ -21,7 +21,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from longseq.tasks import train
 from longseq.tasks.image.module import ImageClassifier
 
-LONG = ("recipe.epochs=200", "callbacks.checkpoint.every_n_train_steps=5", "callbacks.samples=null")
+LONG = ("recipe.epochs=200", "callbacks.checkpoint.every_n_train_steps=5")
 
 
 def launch(folder: Path, *arguments: str) -> subprocess.Popen[str]:
@@ -270,7 +270,7 @@ def test_a_validation_that_a_resumed_run_has_done_is_not_done_again(whole, tiny,
 
 @pytest.mark.slow
 def test_two_processes_stop_before_a_validation(tmp_path, tiny_overrides):
-    words = (*tiny_overrides, *WRITTEN, *EPOCHS[:2], "trainer=ddp_sim", "plugins=[stopper]", "callbacks.samples=null")
+    words = (*tiny_overrides, *WRITTEN, *EPOCHS[:2], "trainer=ddp_sim", "plugins=[stopper]")
     words += tuple(f"+trainer.limit_{stage}_batches=2" for stage in ("train", "val", "test"))
     for output, more, environment, code in (
         ("whole", (), {}, 0),

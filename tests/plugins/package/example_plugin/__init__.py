@@ -1,4 +1,4 @@
-"""A plug-in of longseq with one of each: mixer, data source, generator, callback, file format and task."""
+"""A plug-in of longseq with one of each: mixer, Dataset, generator, callback, file format and task."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import numpy as np
 from lightning.pytorch import Callback
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from longseq import mixers
 from longseq.mixers.linear_attention import LinearAttention
 from longseq.tasks import image, registry
-from longseq.tasks.image.sources import ArraySource, Split, Splits, register_source
 from longseq.tasks.probe import generators
 from longseq.tasks.training import targets
 from longseq.tools.export import register_format, torchscript_file
@@ -28,17 +28,21 @@ class ScaledAttention(LinearAttention):
         return self.gain * super().project_out(y)
 
 
-@register_source("stripes")
-def stripes(root: str | None, *, download: bool, val_fraction: float, split_seed: int) -> Splits:
-    """Images of 8 x 8 with horizontal or vertical stripes."""
-    random = np.random.default_rng(split_seed)
-    targets = np.arange(96) % 2
-    lines = random.integers(0, 256, (96, 8, 1), dtype=np.uint8).repeat(8, axis=2)
-    source = ArraySource(
-        np.where(targets[:, None, None], lines, lines.mT), targets, ["vertical", "horizontal"], "stripes"
-    )
-    parts = np.split(np.arange(96), [64, 80])
-    return Splits(*(Split(source, part) for part in parts))
+class Stripes(Dataset):
+    """Images of 8 x 8 with vertical or horizontal stripes."""
+
+    classes = ("vertical", "horizontal")
+
+    def __init__(self, first: int, count: int) -> None:
+        self.targets = np.arange(first, first + count) % 2
+        self.lines = np.random.default_rng(first).integers(0, 256, (count, 8), dtype=np.uint8)
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        label, columns = int(self.targets[index]), np.tile(self.lines[index], (8, 1))
+        return columns.T if label else columns, label
 
 
 @generators.register("parity")
