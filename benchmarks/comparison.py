@@ -58,13 +58,21 @@ def by_seed(rows: Sequence[Mapping[str, Any]], metric: str, digits: int | None =
 
 
 def trained_row(results: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The cells of a row of a comparison with one column."""
+    """The cells of a row of a comparison with one column, at the best of its learning rates."""
+    report, metric = results["report"], results["selected_by"]
+    (entry,) = (entry for entry in results["summary"] if entry["name"] == name)
     finished = [one for one in results["rows"] if one["name"] == name and "metrics" in one]
     if not finished:
-        return {"model": name, results["report"].replace("/", "_"): "diverged", "measured": results["measured"]}
-    first, report, metric = finished[0]["metrics"], results["report"], results["selected_by"]
+        return {"model": name, report.replace("/", "_"): "diverged", "measured": results["measured"]}
+    rates = {one["learning_rate"] for one in finished}
+    tried = {
+        f"{rate:g}": by_seed([one for one in finished if one["learning_rate"] == rate], metric, 4) for rate in rates
+    }
+    finished = [one for one in finished if one["learning_rate"] == entry["learning_rate"]]
+    first = finished[0]["metrics"]
     cells = {
         "model": name,
+        **({"learning_rate": entry["learning_rate"], f"tried_{metric}": tried} if len(rates) > 1 else {}),
         "parameters": first["parameters"],
         "epochs": first["epochs"],
         report.replace("/", "_"): by_seed(finished, report, 4),

@@ -206,15 +206,24 @@ def compared() -> str:
     return draw(heading, lines) + "\n" + surroundings([*prose["rows"], *python.values()])
 
 
-def positions() -> str:
-    """Perplexity of the same models on prose, by the position of a token in its sequence."""
-    rows = sorted(read("text_prose")["rows"], key=bits)
-    shown = [[span for span in row["perplexity_by_position"] if span[1] in SPANS] for row in rows]
-    lines = [[row["model"], *(f"{value:.2f}" for *_, value in spans)] for row, spans in zip(rows, shown, strict=True)]
-    return draw(["mixer", *(f"{first:,} to {last:,}" if last else "0" for first, last, _ in shown[0])], lines)
+def context() -> str:
+    """Losses of the same models beyond the length of their training, with less context, and on repetitions."""
+    rows = read("text_context")["rows"]
+    lines = [[row["model"], *(row[key].split()[0] for key in CONTEXT)] for row in rows]
+    return draw(["mixer", *CONTEXT.values()], lines) + "\n" + surroundings(rows)
 
 
-SPANS = (0, 7, 31, 127, 511, 1023, 2047)  # the last positions of the spans that are shown
+CONTEXT = {
+    "position 64": "32 to 64",
+    "position 2048": "1,024 to 2,048",
+    "position 4096": "to 4,096",
+    "position 32768": "16,384 to 32,768",
+    **{f"context {count}": f"{count:,} tokens" for count in (64, 256, 1024)},
+    "context all": "all",
+    "pair within 64": "up to 64 ago",
+    "pair within 1024": "257 to 1,024",
+    "pair within 4096": "1,025 to 4,096",
+}
 
 
 def bits(row: Row) -> float:
@@ -321,7 +330,8 @@ def packed() -> str:
 GENERATION = ("decoding_graph_tokens_per_s", "generation_tokens_per_s")
 
 
-SUMMARY = ("attention", "linear_attention", "longhorn", "longhorn_exact", "mamba", "deltanet", "gsa", "vla")
+SUMMARY = ("attention", "linear_attention", "gla", "gsa", "longhorn", "longhorn_exact", "mamba")
+SUMMARY = (*SUMMARY, "deltanet", "gated_deltanet", "vla")
 
 
 def better_width(row: Mapping[str, Any] | None) -> str:
@@ -332,7 +342,8 @@ def better_width(row: Mapping[str, Any] | None) -> str:
 
 def summary() -> str:
     """Accuracy, recall, compression of text and speed of mixers from four tables; a star marks an older figure."""
-    trained = [row for row in read("language_models")["rows"] if row["task"] == "text" and not row.get("recompute")]
+    trained = [row for row in read("language_models")["rows"] if row["task"] == "text"]
+    trained = [row for row in trained if not row.get("recompute") and not row.get("compile")]
     speeds = {(row.get("mixer"), row["tokens"]): row for row in trained}
     accuracies = {row["model"]: row for row in read("cifar10")["rows"]}
     recalled = {row["mixer"].split()[0]: row for row in reversed(read("mqar_zoology")["rows"])}
@@ -365,7 +376,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "directions": lambda: columns_of("image_directions", ("digits", "CIFAR"), str),
     "cifar10": lambda: trained("cifar10", "model"),
     "compared": compared,
-    "positions": positions,
+    "context": context,
     "language_models": language_models,
     "image_models": image_models,
     "mad": lambda: columns_of("mad", "data=", lambda key: key.removeprefix("data=mad_").replace("_", " ")),
