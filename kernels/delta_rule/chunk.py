@@ -59,13 +59,9 @@ def delta_rule_chunk(
     read_before_decay: bool,
     scale: float,
     chunk_size: int,
-    recompute: bool,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """`delta_rule` in chunks; saves its inputs, the inverses X and the states between chunks for the backward.
-
-    `recompute` is ignored.
-    """
+    """`delta_rule` in chunks; saves its inputs, the inverses X and the states between chunks for the backward."""
 
     def core(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
         options: tuple[Any, ...] = (state, scale, read_before_decay and g is not None, chunk_size)

@@ -51,10 +51,9 @@ def delta_rule_reference(
     read_before_decay: bool,
     scale: float,
     chunk_size: int,
-    recompute: bool,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """`delta_rule`, one token at a time. `chunk_size` and `recompute` are ignored."""
+    """`delta_rule`, one token at a time. `chunk_size` is ignored."""
 
     def recurrence(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
         outputs = []

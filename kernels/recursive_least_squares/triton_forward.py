@@ -170,20 +170,6 @@ def first_state(initial, first, place, some, K: tl.constexpr, HAS_INITIAL: tl.co
 
 
 @triton.jit
-def _absorb(
-    state, rows, added, done, room, written, live,
-    REFRESHED: tl.constexpr, EXACT: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Y and Yᵀ of a chunk; L^{-1} is stored in `room`. No other program uses `room` or `written`."""
-    offered = product(rows, state, EXACT_A=EXACT)
-    if REFRESHED:
-        offered += refreshed_before(added + done, live, CHUNK)[:, None] * rows
-    x = inverse_factor(product(offered, tl.trans(rows), EXACT_B=EXACT), live, room, CHUNK)
-    y = product(x, offered)
-    return y, transpose(y, written, CHUNK, K, CHUNK, BLOCK)
-
-
-@triton.jit
 def transpose(
     x, scratch, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
@@ -192,14 +178,6 @@ def transpose(
     store_block(scratch, 0, 0, x, HEIGHT, WIDTH, ROWS, COLUMNS)
     tl.debug_barrier()
     return load_transposed(scratch, HEIGHT, WIDTH, ROWS, COLUMNS)
-
-
-@triton.jit
-def _total(added, live, CHUNK: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr):
-    """What the refreshes of a chunk add to A."""
-    k = tl.arange(0, BLOCK)
-    total = tl.sum(load_numbers(added, 1, live, CHUNK), 0)
-    return tl.where((k[:, None] == k[None, :]) & (k < K)[None, :], total, 0.0)
 
 
 @triton.jit(do_not_specialize=WALK)
@@ -233,6 +211,7 @@ def advance(
         elif segment > 0:
             place = (n * H + head) * segments + segment
             state = load_block(segment_starts + place * K * K, 0, 0, K, K, BLOCK, BLOCK)
+    k = tl.arange(0, BLOCK)
     done = n * 0 + begin * CHUNK  # 64 bits wide, like n
     later = load_rows(u + done * u_token, u_token, end - start - done, K, EXACT, CHUNK, BLOCK)
     for m in tl.range(begin, stop, num_stages=1):  # no load may move before the store that it reads
@@ -242,12 +221,15 @@ def advance(
         rows = later
         later = load_rows(u + (done + CHUNK) * u_token, u_token, live - CHUNK, K, EXACT, CHUNK, BLOCK)
         store_block(states + place * K * K, 0, 0, state, K, K, BLOCK, BLOCK)
-        room = inverse + place * CHUNK * CHUNK
-        own = written + place * CHUNK * K
-        y, columns = _absorb(state, rows, added, done, room, own, live, REFRESHED, EXACT, K, CHUNK, BLOCK)
-        state -= product(columns, y)
+        offered = product(rows, state, EXACT_A=EXACT)
         if REFRESHED:
-            state += _total(added + done, live, CHUNK, K, BLOCK)
+            offered += refreshed_before(added + done, live, CHUNK)[:, None] * rows
+        products = product(offered, tl.trans(rows), EXACT_B=EXACT)
+        y = product(inverse_factor(products, live, inverse + place * CHUNK * CHUNK, CHUNK), offered)
+        state -= product(transpose(y, written + place * CHUNK * K, CHUNK, K, CHUNK, BLOCK), y)
+        if REFRESHED:
+            total = tl.sum(load_numbers(added + done, 1, live, CHUNK), 0)
+            state += tl.where((k[:, None] == k[None, :]) & (k < K)[None, :], total, 0.0)
     if stop == chunks:
         store_block(final + (n * H + head) * K * K, 0, 0, state, K, K, BLOCK, BLOCK)
 
