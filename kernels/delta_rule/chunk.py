@@ -369,7 +369,7 @@ def _sum_to(x: Tensor, gate: Tensor) -> Tensor:
 def _add_pairs(d_pairs: Tensor, x: Tensor, p: Tensor, g: Any, between: Any, d_x: Tensor, d_p: Tensor, d_g: Any) -> None:
     """Add the gradients that pass through `_pairs` to those of x, p and the gate."""
     if g is not None and between is None:
-        parts = decayed_products_backward(x, p, g, d_pairs, True, True, True)
+        parts = decayed_products_backward(x, p, g, d_pairs)
         for total, part in zip((d_x, d_p, d_g), parts, strict=True):
             total += part
         return

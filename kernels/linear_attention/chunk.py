@@ -271,13 +271,13 @@ def _inner_backward(
     """Gradients of query, key, value and gate that pass through `_inner`; None for the gate if there is none."""
     if value_gate is not None:
         d_products = decayed_products(d_output, value, value_gate)
-        gradients = decayed_sums_backward(query @ key.mT, value, value_gate, d_output, True)
+        gradients = decayed_sums_backward(query @ key.mT, value, value_gate, d_output)
         return d_products @ key, d_products.mT @ query, *gradients
     d_products = (d_output @ value.mT).tril_()
     if gate is not None and gate.shape[-1] > 1:
         d_value = decayed_products(query, key, gate).mT @ d_output
-        d_query, d_key, d_gate = decayed_products_backward(query, key, gate, d_products, True, True, True)
-        return d_query, d_key, d_value, d_gate
+        d_query, d_key, into_gate = decayed_products_backward(query, key, gate, d_products)
+        return d_query, d_key, d_value, into_gate
     decay = None if gate is None else decay_matrix(gate)
     products = times((query @ key.mT).tril_(), decay)
     d_gate = None if gate is None else decay_matrix_backward(d_products * products)
