@@ -63,20 +63,8 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
     for width in (64, 128)
 }
 LAUNCHES |= {
-    (4, width): {
-        "sum_gates": Launch(0, 0, 4, 1),
-        "relate": Launch(32, 0, 4, 1),
-        "relate_blocks": Launch(32, 0, 4, 1),
-        "prepare": Launch(32, 0, 4, 1),
-        "prepare_inverse": Launch(32, 0, 4, 1),
-        "walk": Launch(32, 0, 4, 1),
-        "walk_for_states": Launch(32, 0, 4, 1),
-        "connect": Launch(32, 0, 4, 1) if width == 64 else Launch(32, 0, 8, 1),
-        "retreat": Launch(32, 0, 4, 1),
-        "differentiate_products": Launch(32, 0, 4, 1),
-        "differentiate": Launch(32, 32, 4, 1),
-        "differentiate_blocks": Launch(32, 32, 4, 1),
-    }
+    (4, width): dict.fromkeys(LAUNCHES[2, width], Launch(32, 32, 4, 1))
+    | {"sum_gates": Launch(0, 0, 4, 1), "connect": Launch(32, 0, 4 if width == 64 else 8, 1)}
     for width in (64, 128)
 }
 fit_launches(LAUNCHES)

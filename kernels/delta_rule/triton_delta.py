@@ -94,15 +94,10 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
 LAUNCHES |= {
     (4, width): {
         "prepare": Launch(32, 0, 4, 1),
-        "summarize": Launch(16, 0, 8, 1),
-        "connect": Launch(16, 0, 8, 1),
-        "advance": Launch(16, 0, 8, 1),
+        **dict.fromkeys(("summarize", "connect", "advance", "retreat_summary", "retreat"), Launch(16, 0, 8, 1)),
         "read_out": Launch(64, 32, 4, 1),
-        "retreat_summary": Launch(16, 0, 8, 1),
-        "retreat": Launch(16, 0, 8, 1),
         "differentiate_scores": Launch(0, 32, 4, 1),
-        "differentiate_inputs": Launch(64, 32, 8, 1),
-        "differentiate_gated": Launch(64, 32, 8, 1),
+        **dict.fromkeys(("differentiate_inputs", "differentiate_gated"), Launch(64, 32, 8, 1)),
     }
     for width in (64, 128, 256)
 }

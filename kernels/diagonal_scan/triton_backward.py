@@ -6,8 +6,6 @@ stays in the GPU's cache. Then it takes the pieces from the last to the first: i
 keeps in registers what their gradients need, and runs the adjoint recurrence. All loads of a piece come first, all its
 stores last. The gradients of keys and queries are sums over all channels: each program writes its part, and `gather`
 adds the parts in a fixed order, so that the result is the same in every run.
-
-A gradient whose tensor is None is neither computed nor stored.
 """
 
 import triton
@@ -145,7 +143,7 @@ def backward(
     x, rate, prepared, A, cu_seqlens, sequence_of, products, ends, checkpoints, scratch, d_output, d_final,
     d_x, d_rate, d_prepared, d_A, d_initial,
     T, D, tokens, output_rows, A_half, x_row, x_token, rate_row, rate_token,
-    HAS_FINAL: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, LONGHORN: tl.constexpr,
+    HAS_FINAL: tl.constexpr, REVERSE: tl.constexpr, LONGHORN: tl.constexpr,
     SPAN: tl.constexpr, CHECKPOINT: tl.constexpr, EVEN: tl.constexpr,
     P: tl.constexpr, Q: tl.constexpr, BLOCK_D: tl.constexpr, VECTOR: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
@@ -156,7 +154,7 @@ def backward(
     """
     slot = (tl.program_id(0) // tl.cdiv(D, BLOCK_D)).to(tl.int64)
     block = (tl.program_id(0) % tl.cdiv(D, BLOCK_D)).to(tl.int64)
-    n, row, length, first_slot, token, live, done = find_part(slot, T, cu_seqlens, sequence_of, PACKED, SPAN, REVERSE)
+    n, row, length, first_slot, token, live, done = find_part(slot, T, cu_seqlens, sequence_of, SPAN, REVERSE)
     d, wide, e = find_tile(D, P, Q, BLOCK_D)
     STEP = direction(REVERSE)
     STATE: tl.constexpr = P * Q
@@ -181,7 +179,7 @@ def backward(
     d_x += (row * T + token) * D
     d_rate += (row * T + token) * D
     d_prepared += (block * tokens + row * T + token) * (2 * STATE)  # partial sums: [blocks, tokens, 2, P Q]
-    checkpoints += (first_checkpoint(n, T, cu_seqlens, PACKED, CHECKPOINT) + done // CHECKPOINT) * STATE * D
+    checkpoints += (first_checkpoint(n, T, cu_seqlens, CHECKPOINT) + done // CHECKPOINT) * STATE * D
     scratch += tl.program_id(0).to(tl.int64) * (CHECKPOINT // TOKENS * STATE * BLOCK_D)
     own = tl.arange(0, BLOCK_D)
     x_step = (zero + x_token) * STEP

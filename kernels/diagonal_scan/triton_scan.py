@@ -148,12 +148,7 @@ def _plan(x: Tensor, key: Tensor, A: Tensor | None, cu_seqlens: Tensor | None, r
     if span:
         slots = count_slots(batch, tokens, span, cu_seqlens)
         sequence_of = sequence_of_slots(slots, span, tokens, cu_seqlens)
-    constants: dict[str, Any] = {
-        "PACKED": cu_seqlens is not None,
-        "REVERSE": reverse,
-        "LONGHORN": A is None,
-        "SPAN": span,
-    }
+    constants: dict[str, Any] = {"REVERSE": reverse, "LONGHORN": A is None, "SPAN": span}
     return _Plan(width, sequences, slots, sequence_of, constants)
 
 

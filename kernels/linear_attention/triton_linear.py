@@ -78,17 +78,11 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
 }
 LAUNCHES |= {
     (4, width): {
-        "decay_channels": Launch(0, 0, 4, 1),
-        "score": Launch(0, 0, 4, 1),
-        "score_by_level": Launch(16, 0, 4, 1),
-        "walk": Launch(0, 0, 4, 1),
-        "read": Launch(32, 0, 4, 1),
-        "differentiate": Launch(32, 0, 8, 1),
-        "differentiate_group": Launch(32, 0, 8, 1),
-        "read_channels": Launch(32, 0, 4, 1),
-        "read_channels_by_level": Launch(16, 0, 4, 1),
-        "differentiate_channels": Launch(16, 0, 4, 1),
-        "differentiate_channels_by_level": Launch(16, 0, 4, 1),
+        **dict.fromkeys(("decay_channels", "score", "walk"), Launch(0, 0, 4, 1)),
+        **dict.fromkeys(("read", "read_channels"), Launch(32, 0, 4, 1)),
+        **dict.fromkeys(("differentiate", "differentiate_group"), Launch(32, 0, 8, 1)),
+        **dict.fromkeys(("score_by_level", "read_channels_by_level"), Launch(16, 0, 4, 1)),
+        **dict.fromkeys(("differentiate_channels", "differentiate_channels_by_level"), Launch(16, 0, 4, 1)),
     }
     for width in (64, 512)
 }
