@@ -298,8 +298,7 @@ def _compose(
 def summarize(
     x, rate, prepared, A, cu_seqlens, sequence_of, products, ends,
     T, D, A_half, x_row, x_token, rate_row, rate_token,
-    REVERSE: tl.constexpr, LONGHORN: tl.constexpr, ADJOINT: tl.constexpr, SPAN: tl.constexpr,
-    EVEN: tl.constexpr,
+    REVERSE: tl.constexpr, LONGHORN: tl.constexpr, ADJOINT: tl.constexpr, SPAN: tl.constexpr, EVEN: tl.constexpr,
     P: tl.constexpr, Q: tl.constexpr, BLOCK_D: tl.constexpr, VECTOR: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """What a part of a sequence does to a state: the product of its decays, and the final state for zero as the first.

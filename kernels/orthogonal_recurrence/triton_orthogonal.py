@@ -115,11 +115,6 @@ class _Form(NamedTuple):
     def is_exact(self) -> bool:
         return self.chunk == 1
 
-    @property
-    def is_by_slot(self) -> bool:
-        """True if slots are independent of each other."""
-        return self.constants["OBJECTIVE"] in ("encode", "similarity")
-
     def block(self, kernel: str) -> int:
         """The number of slots that the kernel takes at a time."""
         return min(self.launch(kernel).block, block_width(self.constants["M"], WIDTH))
@@ -200,7 +195,8 @@ class _Call:
 
     def _slots_of_walk(self, kernel: str) -> int:
         """The slots of a program in a loop over time: all slots if they depend on each other."""
-        return self.form.block(kernel) if self.form.is_by_slot else block_width(self.columns, WIDTH)
+        are_independent = self.objective in ("encode", "similarity")
+        return self.form.block(kernel) if are_independent else block_width(self.columns, WIDTH)
 
     def _scratch(self, rows: int, numbers: int) -> Tensor:
         return self.inputs.q.new_empty((rows, numbers), dtype=torch.float32)
@@ -259,12 +255,8 @@ class _Call:
         block = self._slots_of_walk("retreat_chunks")
         stages: int | None = self.form.launch("retreat_chunks").stages
         is_wide = block * self.form.constants["BLOCK_D"] > WIDTH * WIDTH
-        if self.objective == "ttt":
-            stages = (
-                1 if is_wide else None
-            )  # what shared memory has room for: no loads ahead, or only those of products
-        elif is_wide:
-            stages = None
+        if is_wide or not removes:  # shared memory has no room for loads ahead, or only for those of products
+            stages = None if removes or not is_wide else 1
         self._walk_chunks(retreat_chunks, block, STAGES=stages)(
             *(*self.inputs[1:5], self.initial, self.cu_seqlens, *kept, d_final),
             *(d_h, d_states, d_after, d_h_or_a, d_values, d_initial),
