@@ -54,13 +54,20 @@ class Place(NamedTuple):
 class Table(dict[Any, Any]):
     """The launches of one key of a table, which records the kernels that were looked up."""
 
-    def __init__(self, entries: dict[Any, Any]) -> None:
+    def __init__(self, entries: dict[Any, Any], module: ModuleType) -> None:
         super().__init__(entries)
+        self.module = module
         self.read: dict[Any, None] = {}
 
     def __getitem__(self, kernel: Any) -> Any:
         self.read[kernel] = None
         return super().__getitem__(kernel)
+
+    def __setitem__(self, kernel: Any, launch: Any) -> None:
+        super().__setitem__(kernel, launch)
+        for function in vars(self.module).values():
+            if hasattr(function, "cache_clear"):  # launches that were prepared by the entry before
+                function.cache_clear()
 
 
 def watch_tables() -> dict[str, ModuleType]:
@@ -71,7 +78,7 @@ def watch_tables() -> dict[str, ModuleType]:
             if name.name.startswith("triton_"):
                 module = importlib.import_module(f"longseq.kernels.{package.name}.{name.name}")
                 if hasattr(module, "LAUNCHES"):
-                    module.LAUNCHES = {key: Table(table) for key, table in module.LAUNCHES.items()}
+                    module.LAUNCHES = {key: Table(table, module) for key, table in module.LAUNCHES.items()}
                     found[package.name] = module
     return found
 

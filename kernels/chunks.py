@@ -8,7 +8,6 @@ cancels, and every exponent is <= 0 whatever the size of g.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -136,34 +135,19 @@ def _decays_between(g: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     return decays, blocks.cumsum(1).exp().reshape(g.shape), decays[:, -1].reshape(g.shape)
 
 
-def decayed_products_backward(
-    q: Any, k: Any, g: Tensor, d_products: Tensor, wants_q: bool, wants_k: bool, wants_g: bool
-) -> tuple[Any, Any, Any]:
-    """Gradients of q, k and g from that of `decayed_products`; what it holds above the diagonal is not read.
-
-    Those that are not wanted are None. The gradient of q does not depend on q, and that of k not on k.
-    """
+def decayed_products_backward(q: Tensor, k: Tensor, g: Tensor, d_products: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and g from that of `decayed_products`; what it holds above the diagonal is not read."""
     d_diagonal = d_products.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
-    d_q = d_diagonal * k if wants_q else None
-    d_k = d_diagonal * q if wants_k else None
-    d_since, d_until = (torch.zeros_like(g) if wants_g else None for _ in range(2))
+    d_q, d_k, d_since, d_until = d_diagonal * k, d_diagonal * q, torch.zeros_like(g), torch.zeros_like(g)
     spaced, size = _space_evenly(d_products), d_products.shape[-1]
     for half, since, until in reversed(_decay_levels(g)):
-        d_cross = _below(spaced, size, half)
-        if wants_q or wants_g:
-            key = _halves(k, half)[0] * until
-            d_query = torch.bmm(d_cross, key)
-        if wants_k or wants_g:
-            query = _halves(q, half)[1] * since
-            d_key = torch.bmm(d_cross.transpose(-1, -2), query)
-        if d_q is not None:
-            _halves(d_q, half)[1].addcmul_(d_query, since)
-        if d_k is not None:
-            _halves(d_k, half)[0].addcmul_(d_key, until)
-        if d_since is not None and d_until is not None:
-            _merge_decays_backward(d_since, d_until, half)
-            _halves(d_since, half)[1].addcmul_(d_query, query)
-            _halves(d_until, half)[0].addcmul_(d_key, key)
+        d_cross, key, query = _below(spaced, size, half), _halves(k, half)[0] * until, _halves(q, half)[1] * since
+        d_query, d_key = torch.bmm(d_cross, key), torch.bmm(d_cross.transpose(-1, -2), query)
+        _halves(d_q, half)[1].addcmul_(d_query, since)
+        _halves(d_k, half)[0].addcmul_(d_key, until)
+        _merge_decays_backward(d_since, d_until, half)
+        _halves(d_since, half)[1].addcmul_(d_query, query)
+        _halves(d_until, half)[0].addcmul_(d_key, key)
     return d_q, d_k, d_since
 
 
@@ -196,25 +180,22 @@ def decayed_sums(weights: Tensor, v: Tensor, g: Tensor) -> Tensor:
     return sums.view(v.shape)
 
 
-def decayed_sums_backward(
-    weights: Tensor, v: Any, g: Tensor, d_sums: Tensor, wants_g: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Gradients of v and, if wanted, g from that of `decayed_sums`; that of v does not depend on v.
+def decayed_sums_backward(weights: Tensor, v: Tensor, g: Tensor, d_sums: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of v and g from that of `decayed_sums`.
 
     The gradient of the weights is `decayed_products(d_sums, v, g)`.
     """
     d_v = weights.diagonal(dim1=-2, dim2=-1).unsqueeze(-1) * d_sums
-    d_since, d_until = (torch.zeros_like(g) if wants_g else None for _ in range(2))
+    d_since, d_until = torch.zeros_like(g), torch.zeros_like(g)
     spaced, size = _space_evenly(weights), weights.shape[-1]
     for half, since, until in reversed(_decay_levels(g)):
         d_across, cross = _halves(d_sums, half)[1] * since, _below(spaced, size, half)
         d_value = torch.bmm(cross.transpose(-1, -2), d_across)
         _halves(d_v, half)[0].addcmul_(d_value, until)
-        if d_since is not None and d_until is not None:
-            value = _halves(v, half)[0] * until
-            _merge_decays_backward(d_since, d_until, half)
-            _halves(d_since, half)[1].addcmul_(d_across, torch.bmm(cross, value))
-            _halves(d_until, half)[0].addcmul_(d_value, value)
+        value = _halves(v, half)[0] * until
+        _merge_decays_backward(d_since, d_until, half)
+        _halves(d_since, half)[1].addcmul_(d_across, torch.bmm(cross, value))
+        _halves(d_until, half)[0].addcmul_(d_value, value)
     return d_v, d_since
 
 

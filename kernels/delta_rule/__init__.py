@@ -77,7 +77,6 @@ def delta_rule(
     cu_seqlens: Tensor | Packing | None = None,
     chunk_size: int = 64,
     reverse: Reverse = False,
-    recompute: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """Replace what a key reads from the state by a new value, at strength beta.
@@ -101,10 +100,7 @@ def delta_rule(
 
     Precision: arithmetic and state are float32, or float64 for float64 inputs; o has v's dtype.
 
-    `chunk_size`, a power of two, changes speed and memory but not the result. With `recompute` the triton backend saves
-    only its inputs for the backward pass, which begins with a second forward pass: 193 MiB instead of 513 at (8, 2048,
-    16, 128) in bfloat16. Gradients are the same to the last bit; output and final state can differ in their last
-    digits (by up to 2e-5 of their size on an H200). The other backends always save little.
+    `chunk_size`, a power of two, changes speed and memory but not the result.
 
     Returns (o, final state or None).
 

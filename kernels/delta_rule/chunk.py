@@ -44,7 +44,6 @@ from longseq.kernels.custom_op import refuse_transforms
 from longseq.kernels.dispatch import is_exporting
 from longseq.kernels.once_differentiable import once_differentiable
 from longseq.kernels.precision import without_autocast
-from longseq.kernels.reading import Reverse
 from longseq.kernels.recurrence import Sequences, run_padded, run_recurrence
 
 
@@ -59,17 +58,10 @@ def delta_rule_chunk(
     g: Tensor | None,
     read_before_decay: bool,
     scale: float,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    cu_seqlens: Tensor | None,
     chunk_size: int,
-    reverse: Reverse,
-    recompute: bool,
+    **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """`delta_rule` in chunks; saves its inputs, the inverses X and the states between chunks for the backward.
-
-    What no wanted gradient needs is neither saved nor computed. `recompute` is ignored.
-    """
+    """`delta_rule` in chunks; saves its inputs, the inverses X and the states between chunks for the backward."""
 
     def core(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
         options: tuple[Any, ...] = (state, scale, read_before_decay and g is not None, chunk_size)
@@ -83,13 +75,10 @@ def delta_rule_chunk(
     return run_recurrence(
         core,
         (q, k, v, beta, write_key, value_key, g),
-        initial_state,
-        (*k.shape[2:], v.shape[3]),
+        state_shape=(*k.shape[2:], v.shape[3]),
         output_dtype=v.dtype,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
         unpack=run_padded,
-        reverse=reverse,
+        **options,
     )
 
 
@@ -159,29 +148,6 @@ def _scripted(
     return output, final
 
 
-class _Wanted(NamedTuple):
-    """Whether each input needs its gradient."""
-
-    q: bool
-    k: bool
-    v: bool
-    beta: bool
-    write_key: bool
-    value_key: bool
-    g: bool
-    state: bool
-
-    @property
-    def through_updates(self) -> bool:
-        """Any gradient that passes through the updates of the state: any but q's."""
-        return any(self[1:])
-
-    @property
-    def of_updates(self) -> bool:
-        """Any gradient that depends on the updates: any but those of v and the state, in which results are linear."""
-        return self.q or self.k or self.beta or self.write_key or self.value_key or self.g
-
-
 class _DeltaRule(torch.autograd.Function):
     """The eager form. Saves its inputs, X and the states before each chunk; recomputes the rest."""
 
@@ -189,21 +155,18 @@ class _DeltaRule(torch.autograd.Function):
     def forward(ctx, q, k, v, beta, write_key, value_key, g, state, scale, before, chunk_size):
         inputs = Inputs(q, k, v, beta, write_key, value_key, g)
         output, final, inverse, states = _forward(inputs, state, scale, before, chunk_size)
-        wanted = _Wanted(*ctx.needs_input_grad[:8])
-        ctx.scale, ctx.before, ctx.dtypes = scale, before, (q.dtype, v.dtype)
-        kept_q = q if wanted.through_updates else None
-        kept_v, starts = (v, states) if wanted.of_updates else (None, None)
-        ctx.save_for_backward(kept_q, k, kept_v, beta, write_key, value_key, g, inverse, starts)
+        ctx.scale, ctx.before = scale, before
+        ctx.save_for_backward(*inputs, inverse, states)
         # The caller may change results in place, which autograd refuses for views.
         return output.detach(), final.detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_output, d_final):
-        wanted = _Wanted(*ctx.needs_input_grad[:8])
-        options = (ctx.scale, ctx.before, ctx.dtypes)
+        *inputs, inverse, states = ctx.saved_tensors
         with without_autocast(d_final):
-            return (*_backward(wanted, ctx.saved_tensors, *options, d_output, d_final), None, None, None)
+            grads = _backward(Inputs(*inputs), inverse, states, ctx.scale, ctx.before, d_output, d_final)
+        return *grads, None, None, None
 
 
 def _forward(
@@ -329,96 +292,72 @@ def _chunk_step(*, has_decay: bool, has_added: bool) -> Callable[..., list[Tenso
 
 
 def _backward(
-    wanted: _Wanted,
-    saved: tuple[Any, ...],
-    scale: float,
-    before: bool,
-    dtypes: tuple[torch.dtype, torch.dtype],
-    d_output: Tensor,
-    d_final: Tensor,
+    inputs: Inputs, inverse: Tensor, states: Tensor, scale: float, before: bool, d_output: Tensor, d_final: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of q, k, v, beta, write_key, value_key, g and the initial state; None for those that are not wanted.
-
-    What was not saved is None. `dtypes` are those of q and v.
-    """
-    q, k, v, beta, write_key, value_key, g, inverse, states = saved
+    """Gradients of the inputs and of the initial state; None for inputs that are not given."""
+    q, k, v, beta, write_key, value_key, g = inputs
     chunks, _, chunk_size, _ = inverse.shape
 
     def split(x: Tensor | None) -> Any:
         return None if x is None else split_chunks(x, d_final.dtype, chunks, chunk_size).flatten(0, 1)
 
-    key, d_out, gate, value, a = (split(x) for x in (k, d_output, _gate_rows(g), v, value_key))
+    query, key, value, d_out, gate, a = (split(x) for x in (q, k, v, d_output, _gate_rows(g), value_key))
+    query = query if scale == 1.0 else query * scale
     betas = None if beta is None else split(beta.unsqueeze(-1))
     write_keys = key if write_key is None else split(write_key)
     between = None if gate is None or gate.shape[-1] > 1 else decay_matrix(gate)
     since, since_read, until, whole = _decays(gate, before)
-    inverse, write, key_since = inverse.flatten(0, 1), times(write_keys, betas), times(key, since_read)
+    inverse, states, write = inverse.flatten(0, 1), states.flatten(0, 1), times(write_keys, betas)
+    query_since, key_since, write_until = times(query, since), times(key, since_read), times(write, until)
     decays = gate, between
-    wants_write = wanted.beta or wanted.write_key or (wanted.k and write_key is None)
 
-    if value_key is not None:
-        m = _strict_pairs(key, a, *decays, before)
-    if wanted.of_updates:
-        states = states.flatten(0, 1)
-        errors = value if value_key is None else (m @ value).neg_()
-        u = inverse @ torch.baddbmm(errors, key_since, states, alpha=-1)
-    query = split(q)
-    if query is not None and scale != 1.0:
-        query = query * scale
-    if wanted.through_updates:
-        query_since, write_until = times(query, since), times(write, until)
-        minus_w = inverse @ key_since
-        d_u = _pairs(query, write, *decays).mT @ d_out
-        # gradient of the state before each chunk, without the part through the state after the chunk
-        d_before = torch.baddbmm(query_since.mT @ d_out, minus_w.mT, d_u, alpha=-1)
-        d_state, d_after = _state_pass_backward(d_final.flatten(0, 1), d_before, minus_w, write_until, whole)
-    if any(wanted[1:-1]):
-        d_errors = inverse.mT @ d_u.baddbmm_(write_until, d_after)
+    m = None if value_key is None else _strict_pairs(key, a, *decays, before)
+    errors = value if m is None else (m @ value).neg_()
+    u = inverse @ torch.baddbmm(errors, key_since, states, alpha=-1)
+    minus_w = inverse @ key_since
+    d_u = _pairs(query, write, *decays).mT @ d_out
+    # gradient of the state before each chunk, without the part through the state after the chunk
+    d_before = torch.baddbmm(query_since.mT @ d_out, minus_w.mT, d_u, alpha=-1)
+    d_state, d_after = _state_pass_backward(d_final.flatten(0, 1), d_before, minus_w, write_until, whole)
+    d_errors = inverse.mT @ d_u.baddbmm_(write_until, d_after)
 
     # gradients of e^b Q, e^c K, e^{b_C - b} P and e^{b_C - b} a, then of Q, K, P and a
-    d_query: Any = d_out @ states.mT if wanted.q or wanted.g else None
-    d_key: Any = (d_errors @ states.mT).neg_() if wanted.k or wanted.g else None
-    d_write: Any = u @ d_after.mT if wants_write or wanted.g else None
-    d_a: Any = value @ d_after.mT if value_key is not None and (wanted.value_key or wanted.g) else None
+    d_query = d_out @ states.mT
+    d_key = (d_errors @ states.mT).neg_()
+    d_write = u @ d_after.mT
+    d_a: Any = None if m is None else value @ d_after.mT
     d_gate: Any = None
-    if wanted.g and whole is not None:
+    if whole is not None:
         reads = d_key * key_since
         writes = d_write * write_until
-        if d_a is not None:
+        if m is not None:
             writes += d_a * times(a, until)
         d_gate = _sum_to(reverse_cumsum(d_query * query_since) + (later_sum if before else reverse_cumsum)(reads), gate)
         d_gate += _sum_to(earlier_sum(writes), gate)
         d_gate += _sum_to((states * d_after).sum(-1).unsqueeze(-2), gate) * whole.mT
-    d_query = times(d_query, since) if wanted.q else None
-    d_key = times(d_key, since_read) if wanted.k else None
-    d_write = times(d_write, until) if wants_write else None
-    d_a = times(d_a, until) if wanted.value_key else None
+    d_query, d_key, d_write = times(d_query, since), times(d_key, since_read), times(d_write, until)
 
-    if wanted.q or wants_write or wanted.g:
-        _add_pairs((d_out @ u.mT).tril_(), query, write, *decays, d_query, d_write, d_gate)
-    if wanted.k or wants_write or wanted.g:
-        _add_strict_pairs((d_errors @ u.mT).neg_(), key, write, *decays, before, d_key, d_write, d_gate)
-    if value_key is not None and (wanted.q or wanted.value_key or wanted.g):
+    _add_pairs((d_out @ u.mT).tril_(), query, write, *decays, d_query, d_write, d_gate)
+    _add_strict_pairs((d_errors @ u.mT).neg_(), key, write, *decays, before, d_key, d_write, d_gate)
+    if m is not None:
+        d_a = times(d_a, until)
         _add_pairs((d_out @ value.mT).tril_(), query, a, *decays, d_query, d_a, d_gate)
-    if value_key is not None and (wanted.k or wanted.value_key or wanted.g):
         _add_strict_pairs((d_errors @ value.mT).neg_(), key, a, *decays, before, d_key, d_a, d_gate)
-    if value_key is not None and wanted.v:
         d_errors = torch.baddbmm(times(a, until) @ d_after, m.mT, d_errors, alpha=-1)
         d_errors.baddbmm_(_pairs(query, a, *decays).mT, d_out)
-    if wants_write:
-        d_write_keys = times(d_write, betas)
-        if wanted.k and write_key is None:
-            d_key += d_write_keys
+    d_write_keys = times(d_write, betas)
+    if write_key is None:
+        d_key += d_write_keys
 
     return (
-        join_like(d_query.mul_(scale), k, dtypes[0]) if wanted.q else None,
-        join_like(d_key, k) if wanted.k else None,
-        join_like(d_errors, d_output, dtypes[1]) if wanted.v else None,
-        join_like((d_write * write_keys).sum(-1, keepdim=True), beta) if wanted.beta else None,
-        join_like(d_write_keys, write_key) if wanted.write_key else None,
-        join_like(d_a, value_key) if wanted.value_key else None,
-        join_like(d_gate, g) if wanted.g else None,
-        d_state.unflatten(0, (k.shape[0], -1)) if wanted.state else None,
+        join_like(d_query.mul_(scale), q),
+        join_like(d_key, k),
+        join_like(d_errors, v),
+        None if beta is None else join_like((d_write * write_keys).sum(-1, keepdim=True), beta),
+        None if write_key is None else join_like(d_write_keys, write_key),
+        None if value_key is None else join_like(d_a, value_key),
+        None if g is None else join_like(d_gate, g),
+        d_state.unflatten(0, (k.shape[0], -1)),
     )
 
 
@@ -427,36 +366,31 @@ def _sum_to(x: Tensor, gate: Tensor) -> Tensor:
     return x.sum(-1, keepdim=True) if gate.shape[-1] == 1 else x
 
 
-def _add_pairs(d_pairs: Tensor, x: Tensor, p: Tensor, g: Any, between: Any, d_x: Any, d_p: Any, d_g: Any) -> None:
-    """Add the gradients that pass through `_pairs` to those of x, p and the gate, where they are not None."""
+def _add_pairs(d_pairs: Tensor, x: Tensor, p: Tensor, g: Any, between: Any, d_x: Tensor, d_p: Tensor, d_g: Any) -> None:
+    """Add the gradients that pass through `_pairs` to those of x, p and the gate."""
     if g is not None and between is None:
-        totals = d_x, d_p, d_g
-        parts = decayed_products_backward(x, p, g, d_pairs, *(total is not None for total in totals))
-        for total, part in zip(totals, parts, strict=True):
-            if total is not None:
-                total += part
+        parts = decayed_products_backward(x, p, g, d_pairs)
+        for total, part in zip((d_x, d_p, d_g), parts, strict=True):
+            total += part
         return
     if d_g is not None:
         d_g += decay_matrix_backward(d_pairs * _pairs(x, p, g, between))
     d_pairs = times(d_pairs, between)
-    if d_x is not None:
-        d_x.baddbmm_(d_pairs, p)
-    if d_p is not None:
-        d_p.baddbmm_(d_pairs.mT, x)
+    d_x.baddbmm_(d_pairs, p)
+    d_p.baddbmm_(d_pairs.mT, x)
 
 
 def _add_strict_pairs(
-    d_pairs: Tensor, x: Tensor, p: Tensor, g: Any, between: Any, before: bool, d_x: Any, d_p: Any, d_g: Any
+    d_pairs: Tensor, x: Tensor, p: Tensor, g: Any, between: Any, before: bool, d_x: Tensor, d_p: Tensor, d_g: Any
 ) -> None:
     """`_add_pairs` for `_strict_pairs`; what `d_pairs` holds on the diagonal and above it is not read."""
     d_pairs = d_pairs.tril_(-1)
     if not before:
         _add_pairs(d_pairs, x, p, g, between, d_x, d_p, d_g)
         return
-    d_up: Any = None if d_x is None else torch.zeros_like(d_x)
+    d_up = torch.zeros_like(d_x)
     _add_pairs(_up(d_pairs), _up(x), p, g, between, d_up, d_p, d_g)
-    if d_x is not None:
-        d_x += _down(d_up)
+    d_x += _down(d_up)
 
 
 def _state_pass_backward(

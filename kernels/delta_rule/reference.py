@@ -1,9 +1,10 @@
 """The delta rule as its recurrence: the definition that every other form is compared with."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from longseq.kernels.reading import Reverse
 from longseq.kernels.recurrence import Sequences, run_recurrence, run_segments, token
 
 
@@ -49,14 +50,10 @@ def delta_rule_reference(
     g: Tensor | None,
     read_before_decay: bool,
     scale: float,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    cu_seqlens: Tensor | None,
     chunk_size: int,
-    reverse: Reverse,
-    recompute: bool,
+    **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """`delta_rule`, one token at a time. `chunk_size` and `recompute` are ignored."""
+    """`delta_rule`, one token at a time. `chunk_size` is ignored."""
 
     def recurrence(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
         outputs = []
@@ -80,11 +77,8 @@ def delta_rule_reference(
     return run_recurrence(
         recurrence,
         (q, k, v, beta, write_key, value_key, g),
-        initial_state,
-        (*k.shape[2:], v.shape[3]),
+        state_shape=(*k.shape[2:], v.shape[3]),
         output_dtype=v.dtype,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
         unpack=run_segments,
-        reverse=reverse,
+        **options,
     )

@@ -1,11 +1,10 @@
 """The delta rule backward in Triton. The formulas are those of chunk.py, `_backward`.
 
-Where the forward pass did not keep e^b Q and e^{b_C - b} P, `retreat` makes them again, or if queries or write keys are
-float32, `weigh_rows` does. `retreat` walks from the last chunk to the first, in the segments of time of the forward
-pass (see triton_segments.py), and stores the gradients of the states after each chunk.
-The other kernels run over chunks in parallel: `differentiate_scores` (gradients of V, A and L, and a part of that of
-gates) and `differentiate_inputs` (gradients of queries, keys, beta and gates). Without a gate, up to 128 columns, the
-second one does the work of both.
+Where the forward pass did not keep e^b Q and e^{b_C - b} P, `retreat` makes them again. It walks from the last chunk to
+the first, in the segments of time of the forward pass (see triton_segments.py), and stores the gradients of the states
+after each chunk. The other kernels run over chunks in parallel: `differentiate_scores` (gradients of V, A and L, and a
+part of that of gates) and `differentiate_inputs` (gradients of queries, keys, beta and gates). Without a gate, up to
+128 columns, the second one does the work of both.
 
 A matrix that is needed both as it is and transposed goes through memory in between: a transposed result of one matrix
 product as the left operand of another gives wrong numbers on Hopper in Triton 3.4 to 3.7. The kernels exchange tiles
@@ -48,12 +47,10 @@ from longseq.kernels.delta_rule.triton_segments import (
     find_exponents,
     follow_unit,
     load_betas,
-    load_held,
     load_rows,
     multiply_pieces,
     multiply_rows,
     rescale_if_steep,
-    store_held,
     turn_to_tiles,
 )
 from longseq.kernels.triton_tiles import (
@@ -94,15 +91,6 @@ from longseq.kernels.triton_units import (
 
 
 @triton.jit
-def _finish_scores(d_qk, d_kk, scale, SCALED: tl.constexpr, CHUNK: tl.constexpr):
-    """Gradients of A and L, without gates, as those of Q Pᵀ and K Pᵀ: each as a tile with its unit."""
-    i = tl.arange(0, CHUNK)
-    d_qk, qk_unit = in_units(tl.where(i[:, None] >= i[None, :], d_qk * scale, 0.0), SCALED)
-    d_kk, kk_unit = in_units(tl.where(i[:, None] > i[None, :], -d_kk, 0.0), SCALED)
-    return d_qk, qk_unit, d_kk, kk_unit
-
-
-@triton.jit
 def _load_gradients(
     d_output, do_token, m, start, end, column,
     V: tl.constexpr, REVERSE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
@@ -110,37 +98,6 @@ def _load_gradients(
     """BLOCK columns of the gradients of the outputs, for chunk m of a sequence."""
     d_output += token_after(m * CHUNK, start, end, REVERSE) * do_token
     return load_tokens(d_output, do_token * direction(REVERSE), end - start - m * CHUNK, column, V, CHUNK, BLOCK)
-
-
-@triton.jit(do_not_specialize=SIZES_AND_STRIDES)
-def weigh_rows(
-    q, beta, write_key, units, cu_seqlens, sequence_of, queries, writes,
-    scale, T, H, q_token, beta_token, write_token,
-    K: tl.constexpr, V: tl.constexpr, REVERSE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One chunk of one head: queries times scale and write keys times beta, the tiles of the forward pass."""
-    SCALED: tl.constexpr = queries.dtype.element_ty == tl.float16
-    CUT: tl.constexpr = SCALED and (K <= 64 and V <= 64)
-    _, head, slot = find_place(H, 1, 1)
-    place = slot * H + head
-    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, cu_seqlens is not None, CHUNK, REVERSE)
-    if live <= 0:
-        return
-    t = row * T + start
-    NEXT = direction(REVERSE)
-    q += head * K + t * q_token
-    write_key += head * K + t * write_token
-    beta += head + t * beta_token
-    betas = load_numbers(beta, beta_token * NEXT, live, CHUNK)
-    if SCALED:
-        packed = tl.load(find_units(units, place, V) + PACKED_UNITS)
-        scale *= two_to(-unpack_queries(packed))
-        betas *= two_to(-unpack_writes(packed))
-    for e in tl.static_range(0, K, BLOCK):
-        query = load_tokens(q, q_token * NEXT, live, e, K, CHUNK, BLOCK).to(tl.float32) * scale
-        store_by_rows(queries + place * CHUNK * K, live, e, query, K, CUT, CHUNK, BLOCK)
-        write = load_tokens(write_key, write_token * NEXT, live, e, K, CHUNK, BLOCK).to(tl.float32) * betas[:, None]
-        store_by_rows(writes + place * CHUNK * K, live, e, write, K, CUT, CHUNK, BLOCK)
 
 
 @triton.jit(do_not_specialize=[*SIZES_AND_STRIDES, "sequences", "span"])
@@ -191,7 +148,8 @@ def retreat(
                 piece = tl.trans(piece.to(tl.float32))
         if SEGMENTED and not SUMMARY:
             if number < last:
-                piece = load_held(d_offsets, (segment + 1) * H + head, column, e, K, V, BLOCK, STEP)
+                of_segment = d_offsets + ((segment + 1) * H + head) * V * K
+                piece = load_block(of_segment, column, e, V, K, BLOCK, STEP)
         d_state = d_state + (piece,)
     BY_ROW: tl.constexpr = SCALED and SUMMARY
     d_state, exponent = turn_to_tiles(d_state, 0, SCALED, BY_ROW)
@@ -343,7 +301,7 @@ def retreat(
         left = end_walk(d_state[e // STEP], across(exponent, BY_ROW), SCALED)
         if SUMMARY:
             if (number > 0) & (number <= last):
-                store_held(d_offsets, segment * H + head, column, e, left, K, V, BLOCK, STEP)
+                store_block(d_offsets + (segment * H + head) * V * K, column, e, left, V, K, BLOCK, STEP)
         elif number == 0:
             store_block(d_initial + (n * H + head) * K * V, e, column, tl.trans(left), K, V, STEP, BLOCK)
 
@@ -358,8 +316,8 @@ def differentiate_scores(
 ):  # fmt: skip
     """One chunk of one head: gradients of V (also in `d_u`, in place of U's), of Q Pᵀ and of K Pᵀ.
 
-    `d_gates`, None if it is not needed, holds at each token a part of the gradient of the next token's gate: the part
-    from reads of what the chunk itself has written. RAW as in `prepare`.
+    `d_gates`, None without gates, holds at each token a part of the gradient of the next token's gate: the part from
+    reads of what the chunk itself has written. RAW as in `prepare`.
     """
     GATED: tl.constexpr = g is not None
     SCALED: tl.constexpr = products.dtype.element_ty == tl.float16
@@ -471,17 +429,15 @@ def differentiate_inputs(
 ):  # fmt: skip
     """BLOCK key columns of one chunk of one head: gradients of q, k, write_key; the block's part of beta's and g's.
 
-    Without `d_q` or `d_k` (and then all others) those gradients are not stored. `d_write_key` is given if write keys
-    are not k. Without `d_products`, and a gate, the program also does the work of `differentiate_scores`, which then is
-    not launched, so `d_u` still holds gradients of U. Each of a chunk's programs does all of it, and one stores the
-    gradient of v: products that are computed twice cost less than results that are written and read again. STEP value
-    columns share a unit: those of a tile, or with SCORES all columns, if each program of the walks takes all of them.
+    `d_write_key` is given if write keys are not k. Without `d_products`, and a gate, the program also does the work of
+    `differentiate_scores`, which then is not launched, so `d_u` still holds gradients of U. Each of a chunk's programs
+    does all of it, and one stores the gradient of v: products that are computed twice cost less than results that are
+    written and read again. STEP value columns share a unit: those of a tile, or with SCORES all columns, if each
+    program of the walks takes all of them.
     """
     GATED: tl.constexpr = g is not None
     SCALED: tl.constexpr = products.dtype.element_ty == tl.float16
     CUT: tl.constexpr = SCALED and (K <= 64 and V <= 64)
-    READS: tl.constexpr = d_q is not None
-    REST: tl.constexpr = d_k is not None
     SCORES: tl.constexpr = d_products is None
     tl.static_assert(not (SCORES and GATED), "registers do not suffice for scores with gates")
     tiles: tl.constexpr = (V + TILE - 1) // TILE
@@ -566,9 +522,10 @@ def differentiate_inputs(
             state = load_block(states + place * K * V, e, column, V, K, STEP, BLOCK)
             after = load_block(d_states + place * K * V, e, column, V, K, STEP, BLOCK)
             if e == 0:  # while the first block of columns is on its way
-                d_qk, qk_unit, d_kk, kk_unit = _finish_scores(
-                    d_qk * do_unit * u_unit, d_kk * dv_unit * u_unit, scale, SCALED, CHUNK
-                )
+                d_qk = d_qk * do_unit * u_unit * scale
+                d_qk, qk_unit = in_units(tl.where(i[:, None] >= i[None, :], d_qk, 0.0), SCALED)
+                d_kk = -(d_kk * dv_unit * u_unit)
+                d_kk, kk_unit = in_units(tl.where(i[:, None] > i[None, :], d_kk, 0.0), SCALED)
             do = do.to(tl.float32)
             dv = gradients[e // STEP]
             if SCALED:
@@ -579,11 +536,9 @@ def differentiate_inputs(
                     do *= state_share
                     dv = dv * (gradient_units[e // STEP] * inverse_of(dv_unit) * state_share).to(dv.dtype)
                     u_tile = u_tile * (load_share(u_units, e // TILE, u_unit) * after_share).to(u_tile.dtype)
-            if READS:
-                dq = tl.dot(as_tile(do, SCALED), state, dq, input_precision=PRECISION)
-            if REST:
-                dk = tl.dot(dv, state, dk, input_precision=PRECISION)
-                dw = tl.dot(tl.trans(after), u_tile, dw, input_precision=PRECISION)
+            dq = tl.dot(as_tile(do, SCALED), state, dq, input_precision=PRECISION)
+            dk = tl.dot(dv, state, dk, input_precision=PRECISION)
+            dw = tl.dot(tl.trans(after), u_tile, dw, input_precision=PRECISION)
     else:
         for e in range(0, V, STEP):
             state = load_block(states + place * K * V, e, column, V, K, STEP, BLOCK)
@@ -601,11 +556,9 @@ def differentiate_inputs(
                     dv = dv * (load_share(dv_units, e // TILE, dv_unit) * state_share).to(dv.dtype)
                     u_tile = u_tile * (load_share(u_units, e // TILE, u_unit) * after_share).to(u_tile.dtype)
                     kept *= state_share * after_share
-            if READS or (GATED and REST):
-                dq = tl.dot(as_tile(do, SCALED), state, dq, input_precision=PRECISION)
-            if REST:
-                dk = tl.dot(tl.trans(dv), state, dk, input_precision=PRECISION)
-                dw = tl.dot(tl.trans(u_tile), after, dw, input_precision=PRECISION)
+            dq = tl.dot(as_tile(do, SCALED), state, dq, input_precision=PRECISION)
+            dk = tl.dot(tl.trans(dv), state, dk, input_precision=PRECISION)
+            dw = tl.dot(tl.trans(u_tile), after, dw, input_precision=PRECISION)
             if GATED:
                 d_whole += tl.sum(kept, 0)
     dq *= scale
@@ -662,45 +615,40 @@ def differentiate_inputs(
         g_token *= NEXT
         gate = load_numbers(g, g_token, live, CHUNK)
         since, until, whole, _ = find_decays(gate, g, g_token, live, not SCALED, CHUNK)
-        if REST:
-            # The gate's gradient from reads of the state before the chunk, from writes that the state after it holds,
-            # and from what that keeps of the one before. Nothing is subtracted (see `differentiate_scores`).
-            dg = tl.sum(d_whole, 0) * state_unit * after_unit * whole
-    if READS or (GATED and REST):
-        if GATED:
-            dq *= since[:, None]
-            if REST:
-                d_reads = end_walk(tl.sum(dq * query.to(tl.float32), 1), q_exponent, SCALED)
-        if READS:
-            weighed = as_tile(d_qk.to(tl.float32) * (beta_share * q_write_weight)[None, :], SCALED)
-            dq = tl.dot(weighed, write_tile, dq, input_precision=PRECISION)
-            dq = end_walk(dq, q_exponent, SCALED)
-            store_tokens(d_q + token * K, H * K * NEXT, live, column, dq, K, CHUNK, BLOCK)
-    if REST:
-        if GATED:
-            dk *= since[:, None]
-            d_reads += end_walk(tl.sum(dk * key.to(tl.float32), 1), k_exponent, SCALED)
-            dw *= until[:, None]
-            d_writes = end_walk(tl.sum(dw * write.to(tl.float32), 1) * betas, w_exponent, SCALED)
-            d_writes_before = tl.cumsum(d_writes, 0)
-            d_writes_before += tl.load(d_gates + place * CHUNK + i, mask=i < tl.where(column == 0, CHUNK, 0), other=0.0)
-            dg += tl.cumsum(d_reads, 0, reverse=True) + of_token_before(d_writes_before, CHUNK)
-            tl.store(d_g + part + i * H * NEXT, dg, mask=i < live)
-        if SCORES:
-            dw = tl.dot(tl.trans(query_tile), d_qk, dw, input_precision=PRECISION)
-            dw = tl.trans(tl.dot(tl.trans(key_tile), d_kk, dw, input_precision=PRECISION))
-        else:
-            dw = tl.dot(tl.trans(d_qk), query_tile, dw, input_precision=PRECISION)
-            dw = tl.dot(tl.trans(d_kk), key_tile, dw, input_precision=PRECISION)
-        weighed = as_tile(d_kk.to(tl.float32) * (beta_share * k_write_weight)[None, :], SCALED)
-        dk = tl.dot(weighed, write_tile, dk, input_precision=PRECISION)
-        dk = end_walk(dk, k_exponent, SCALED)
-        dw = end_walk(dw, w_exponent, SCALED)
-        betas_part = tl.sum(dw * write.to(tl.float32), 1)
-        tl.store(d_beta + part + i * H * NEXT, betas_part, mask=i < live)
-        dw *= betas[:, None]
-        if d_write_key is not None:
-            store_tokens(d_write_key + token * K, H * K * NEXT, live, column, dw, K, CHUNK, BLOCK)
-        else:
-            dk += dw
-        store_tokens(d_k + token * K, H * K * NEXT, live, column, dk, K, CHUNK, BLOCK)
+        # The gate's gradient from reads of the state before the chunk, from writes that the state after it holds,
+        # and from what that keeps of the one before. Nothing is subtracted (see `differentiate_scores`).
+        dg = tl.sum(d_whole, 0) * state_unit * after_unit * whole
+    if GATED:
+        dq *= since[:, None]
+        d_reads = end_walk(tl.sum(dq * query.to(tl.float32), 1), q_exponent, SCALED)
+    weighed = as_tile(d_qk.to(tl.float32) * (beta_share * q_write_weight)[None, :], SCALED)
+    dq = tl.dot(weighed, write_tile, dq, input_precision=PRECISION)
+    dq = end_walk(dq, q_exponent, SCALED)
+    store_tokens(d_q + token * K, H * K * NEXT, live, column, dq, K, CHUNK, BLOCK)
+    if GATED:
+        dk *= since[:, None]
+        d_reads += end_walk(tl.sum(dk * key.to(tl.float32), 1), k_exponent, SCALED)
+        dw *= until[:, None]
+        d_writes = end_walk(tl.sum(dw * write.to(tl.float32), 1) * betas, w_exponent, SCALED)
+        d_writes_before = tl.cumsum(d_writes, 0)
+        d_writes_before += tl.load(d_gates + place * CHUNK + i, mask=i < tl.where(column == 0, CHUNK, 0), other=0.0)
+        dg += tl.cumsum(d_reads, 0, reverse=True) + of_token_before(d_writes_before, CHUNK)
+        tl.store(d_g + part + i * H * NEXT, dg, mask=i < live)
+    if SCORES:
+        dw = tl.dot(tl.trans(query_tile), d_qk, dw, input_precision=PRECISION)
+        dw = tl.trans(tl.dot(tl.trans(key_tile), d_kk, dw, input_precision=PRECISION))
+    else:
+        dw = tl.dot(tl.trans(d_qk), query_tile, dw, input_precision=PRECISION)
+        dw = tl.dot(tl.trans(d_kk), key_tile, dw, input_precision=PRECISION)
+    weighed = as_tile(d_kk.to(tl.float32) * (beta_share * k_write_weight)[None, :], SCALED)
+    dk = tl.dot(weighed, write_tile, dk, input_precision=PRECISION)
+    dk = end_walk(dk, k_exponent, SCALED)
+    dw = end_walk(dw, w_exponent, SCALED)
+    betas_part = tl.sum(dw * write.to(tl.float32), 1)
+    tl.store(d_beta + part + i * H * NEXT, betas_part, mask=i < live)
+    dw *= betas[:, None]
+    if d_write_key is not None:
+        store_tokens(d_write_key + token * K, H * K * NEXT, live, column, dw, K, CHUNK, BLOCK)
+    else:
+        dk += dw
+    store_tokens(d_k + token * K, H * K * NEXT, live, column, dk, K, CHUNK, BLOCK)

@@ -2,7 +2,7 @@
 
 Sums and the state are float32. Operands of matrix products are bfloat16 for bfloat16 values; other values are
 multiplied in float32, by three products of TF32. The forward pass keeps X and A for the backward pass, and with value
-keys M and N: 2 C or 4 C numbers for each token and head; with `recompute` only its inputs. The backward pass computes
+keys M and N: 2 C or 4 C numbers for each token and head. The backward pass computes
 the states again. No sum depends on the order in which programs run.
 """
 
@@ -28,7 +28,6 @@ from longseq.kernels.delta_rule.triton_channel_passes import (
     walk,
 )
 from longseq.kernels.devices import is_emulated
-from longseq.kernels.reading import Reverse, number_of
 from longseq.kernels.segments import find_span
 from longseq.kernels.triton_launch import (
     ROW,
@@ -64,20 +63,8 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
     for width in (64, 128)
 }
 LAUNCHES |= {
-    (4, width): {
-        "sum_gates": Launch(0, 0, 4, 1),
-        "relate": Launch(32, 0, 4, 1),
-        "relate_blocks": Launch(32, 0, 4, 1),
-        "prepare": Launch(32, 0, 4, 1),
-        "prepare_inverse": Launch(32, 0, 4, 1),
-        "walk": Launch(32, 0, 4, 1),
-        "walk_for_states": Launch(32, 0, 4, 1),
-        "connect": Launch(32, 0, 4, 1) if width == 64 else Launch(32, 0, 8, 1),
-        "retreat": Launch(32, 0, 4, 1),
-        "differentiate_products": Launch(32, 0, 4, 1),
-        "differentiate": Launch(32, 32, 4, 1),
-        "differentiate_blocks": Launch(32, 32, 4, 1),
-    }
+    (4, width): dict.fromkeys(LAUNCHES[2, width], Launch(32, 32, 4, 1))
+    | {"sum_gates": Launch(0, 0, 4, 1), "connect": Launch(32, 0, 4 if width == 64 else 8, 1)}
     for width in (64, 128)
 }
 fit_launches(LAUNCHES)
@@ -423,11 +410,7 @@ def delta_rule_channels_backward(
     """
     call = _Call(Inputs(q, k, v, beta, write_key, value_key, g), cu_seqlens, scale, before, reverse)
     d_output = d_output.contiguous()
-    if products.numel():
-        chunks = call.prepare(products)
-    else:
-        lower, products = call.relate()
-        chunks = call.prepare(products, lower)
+    chunks = call.prepare(products)
     first = None if initial_state is None else initial_state.contiguous()
     transitions = call.transitions(chunks)
     states, u = call.walk_for_states(products, chunks, first, transitions)
@@ -480,25 +463,3 @@ def _differentiate(ctx, d_output, d_final, _):
 
 
 delta_rule_channels.register_autograd(_differentiate, setup_context=_setup_context)
-
-
-def delta_rule_channels_triton(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor | None,
-    write_key: Tensor | None,
-    value_key: Tensor | None,
-    g: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    read_before_decay: bool,
-    reverse: Reverse,
-    recompute: bool,
-) -> tuple[Tensor, Tensor]:
-    """Output and final state of `delta_rule`."""
-    tensors = (q, k, v, beta, write_key, value_key, g, initial_state)
-    differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    options = (float(scale), read_before_decay, number_of(reverse))
-    return delta_rule_channels(*tensors, cu_seqlens, *options, differentiable and not recompute)[:2]

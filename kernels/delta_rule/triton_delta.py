@@ -5,11 +5,10 @@ Those of bfloat16 values are float16 products, as those of float16 values are. T
 U, states, their gradients) have 11 bits instead of 8, at the same speed, and the error of a result is that of rounding
 it to bfloat16. Each tile has its own unit (see triton_units.py), so that the range is not limited.
 
-No sum depends on the order in which programs run: the result is the same in every run. The forward pass keeps X, A,
-W, U and the states before each chunk for the backward pass: about 2 C + K + V + K V / C numbers for each token and
-head, with C = 64. With a gate, 256 columns or few segments of time these are 2 K more, for e^b Q and e^{b_C - b} P,
-which the walks else make from q and k. With `recompute` the forward pass keeps only its inputs, and the backward pass
-begins with a forward pass. For segments of time it also keeps transitions.
+No sum depends on the order in which programs run: the result is the same in every run. The forward pass keeps X, A, W,
+U and the states before each chunk for the backward pass: about 2 C + K + V + K V / C numbers for each token and head,
+with C = 64. With a gate, float32 keys, 256 columns or few segments these are 2 K more, for e^b Q and e^{b_C - b} P,
+which the walks else make from q and k. For segments of time it also keeps transitions.
 """
 
 import math
@@ -20,16 +19,11 @@ import torch
 from torch import Tensor
 
 from longseq.kernels.custom_op import custom_op
-from longseq.kernels.delta_rule.triton_backward import (
-    differentiate_inputs,
-    differentiate_scores,
-    retreat,
-    weigh_rows,
-)
-from longseq.kernels.delta_rule.triton_channels import delta_rule_channels_triton
+from longseq.kernels.delta_rule.triton_backward import differentiate_inputs, differentiate_scores, retreat
+from longseq.kernels.delta_rule.triton_channels import delta_rule_channels
 from longseq.kernels.delta_rule.triton_forward import advance, prepare, read_out, read_through
 from longseq.kernels.delta_rule.triton_kept import TILE, count_gradient_units, count_units
-from longseq.kernels.delta_rule.triton_segments import BOTH, QUERIES, connect, count_held, summarize
+from longseq.kernels.delta_rule.triton_segments import BOTH, QUERIES, connect, summarize
 from longseq.kernels.devices import longseq_shared_memory
 from longseq.kernels.reading import Reverse, number_of
 from longseq.kernels.segments import find_span
@@ -45,7 +39,6 @@ from longseq.kernels.triton_launch import (
     count_slots,
     evenly,
     fit_launches,
-    launch_options,
     sequence_of_slots,
     steps,
 )
@@ -60,7 +53,6 @@ from longseq.kernels.triton_tiles import SECOND_HALF
 LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
     (2, 64): {
         "prepare": Launch(64, 0, 4, 1, 168),
-        "prepare_gated": Launch(64, 0, 4, 1, 168),
         "read_through": Launch(64, 0, 4, 1),
         "summarize": Launch(64, 0, 4, 3),
         "connect": Launch(16, 0, 4, 3, 128),
@@ -74,7 +66,6 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
     },
     (2, 128): {
         "prepare": Launch(64, 0, 4, 1, 168),
-        "prepare_gated": Launch(64, 0, 4, 1, 168),
         "summarize": Launch(64, 0, 4, 3),
         "connect": Launch(16, 0, 4, 3, 168),
         "advance": Launch(64, 0, 4, 3),
@@ -90,7 +81,6 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
     },
     (2, 256): {
         "prepare": Launch(128, 0, 4, 1),
-        "prepare_gated": Launch(128, 0, 4, 1),
         "summarize": Launch(128, 64, 8, 2),
         "connect": Launch(16, 0, 8, 1),
         "advance": Launch(128, 64, 8, 2),
@@ -104,16 +94,10 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
 LAUNCHES |= {
     (4, width): {
         "prepare": Launch(32, 0, 4, 1),
-        "prepare_gated": Launch(32, 0, 4, 1),
-        "summarize": Launch(16, 0, 8, 1),
-        "connect": Launch(16, 0, 8, 1),
-        "advance": Launch(16, 0, 8, 1),
+        **dict.fromkeys(("summarize", "connect", "advance", "retreat_summary", "retreat"), Launch(16, 0, 8, 1)),
         "read_out": Launch(64, 32, 4, 1),
-        "retreat_summary": Launch(16, 0, 8, 1),
-        "retreat": Launch(16, 0, 8, 1),
         "differentiate_scores": Launch(0, 32, 4, 1),
-        "differentiate_inputs": Launch(64, 32, 8, 1),
-        "differentiate_gated": Launch(64, 32, 8, 1),
+        **dict.fromkeys(("differentiate_inputs", "differentiate_gated"), Launch(64, 32, 8, 1)),
     }
     for width in (64, 128, 256)
 }
@@ -157,10 +141,6 @@ KEPT_ROWS = 1 << 25
 ALIGNMENT = 64  # numbers
 # Chunks that one program of the second launch of `prepare` looks at: a program for each takes 2 to 4 % of a call.
 LOOKS = 8
-# Chunks of all heads of which each has two programs of `prepare`, where sequences are cut: a program waits most of its
-# time for its own last result. On an H200 the forward pass of 128 to 512 chunks takes 5 to 6 % less time so, and that
-# of 4,096 chunks 3 to 8 % more.
-SHARED_CHUNKS = 512
 
 
 class _Plan(NamedTuple):
@@ -182,7 +162,7 @@ class _Plan(NamedTuple):
     narrowest: int  # the smallest block of columns
     key: tuple[int, int]  # key of the table of launches
     wide: bool = False  # whether programs of the walks take more columns, if the table has such a launch
-    small: bool = False  # whether sequences are cut, and their weighed queries and write keys are at most KEPT_ROWS
+    weighs: bool = False  # whether the walks make e^b Q and e^{b_C - b} P; forward in segments, only e^b Q
 
     @property
     def launches(self) -> dict[str, Launch]:
@@ -202,44 +182,6 @@ class _Plan(NamedTuple):
         """The table's name for a kernel that walks along time, or that follows the walks."""
         wide = f"{kernel}_wide"
         return wide if self.wide and wide in self.launches else kernel
-
-    @property
-    def forward_entries(self) -> tuple[Launch, ...]:
-        """The entries of the table that a forward pass launches. Tuning finds out by these reads which ones count."""
-        if self.walked:
-            return (self.launches["read_through"],)
-        names = [self.prepare, self.advance]
-        names += ["summarize", "connect"] if self.span else []
-        names += [] if self.along else ["read_out"]
-        return tuple([self.launches[name] for name in names])
-
-    @property
-    def backward_entries(self) -> tuple[Launch, ...]:
-        """`forward_entries` of a backward pass."""
-        names = [self.retreat, self.differentiate]
-        names += [] if self.fuses else ["differentiate_scores"]
-        names += [self.walk("retreat_summary"), "connect"] if self.span else []
-        return tuple([self.launches[name] for name in names])
-
-    @property
-    def keeps_rows(self) -> bool:
-        """Whether the forward pass keeps e^b Q and e^{b_C - b} P for the backward pass.
-
-        Without gates they cost little to make again, except in two cases. A state of 256 columns leaves the walks no
-        registers for it: the walk back then takes twice the time. And walks of segments, which all run at the same
-        time, wait for it in each chunk: on an H100 one sequence of 4 or 8 heads takes 8 to 12 % more time. One of 16
-        heads takes 1 % more, and its rows may be many: 128 MiB for 16,384 tokens.
-        """
-        return self.gated or (self.scaled and (self.key[1] == 256 or self.small))
-
-    def weighs(self, q: Tensor, write: Tensor) -> bool:
-        """Whether the walks make e^b Q and e^{b_C - b} P from q and write keys; forward in segments, only e^b Q."""
-        return self.scaled and q.element_size() == write.element_size() == 2 and not self.keeps_rows
-
-    @property
-    def prepare(self) -> str:
-        """The table's name for the kernel `prepare`: with a gate the same kernel has other registers."""
-        return "prepare_gated" if self.gated else "prepare"
 
     @property
     def advance(self) -> str:
@@ -302,8 +244,18 @@ class _Plan(NamedTuple):
         return step
 
 
-def _plan(k: Tensor, v: Tensor, g: Tensor | None, cu_seqlens: Tensor | None, half: bool, differentiable: bool) -> _Plan:
-    """The plan of a call, which may have a backward pass. `v` may be any tensor of v's shape."""
+def _plan(
+    q: Tensor, k: Tensor, v: Tensor, write_key: Tensor | None, g: Tensor | None, cu_seqlens: Tensor | None, half: bool,
+    differentiable: bool,
+) -> _Plan:  # fmt: skip
+    """The plan of a call, which may have a backward pass. `v` may be any tensor of v's shape.
+
+    The walks make e^b Q and e^{b_C - b} P from q and write keys in half precision, where there is no gate: this costs
+    little, except in two cases, in which the forward pass keeps both. A state of 256 columns leaves the walks no
+    registers for it: the walk back then takes twice the time. And walks of segments, which all run at the same time,
+    wait for it in each chunk: on an H100 one sequence of 4 or 8 heads takes 8 to 12 % more time. One of 16 heads takes
+    1 % more, and its rows may be many: 128 MiB for 16,384 tokens.
+    """
     batch, tokens, heads, key_dim = k.shape
     value_dim = v.shape[3]
     dtype = torch.float16 if half else torch.float32
@@ -324,12 +276,14 @@ def _plan(k: Tensor, v: Tensor, g: Tensor | None, cu_seqlens: Tensor | None, hal
     lanes = heads * cdiv(value_dim, plan.block(plan._replace(wide=True).advance, value_dim))
     narrow = heads * cdiv(value_dim, plan.block("advance", value_dim))
     span = _find_span(PROGRAMS[key], lanes, narrow if half else 0, batch, sequences, cdiv(tokens, chunk))
+    light = q.element_size() == (k if write_key is None else write_key).element_size() == 2
+    weighs = half and light and g is None and key[1] < 256
     if span:
-        small = 2 * slots * chunk * heads * key_dim * dtype.itemsize <= KEPT_ROWS
-        plan = plan._replace(span=span, walks=count_slots(batch, tokens, span * chunk, cu_seqlens), small=small)
+        weighs = weighs and 2 * slots * chunk * heads * key_dim * dtype.itemsize > KEPT_ROWS
+        plan = plan._replace(span=span, walks=count_slots(batch, tokens, span * chunk, cu_seqlens))
     # A program with fewer columns finishes a chunk sooner, provided that all programs run at the same time.
     fit = narrow == lanes or plan.walks * narrow <= PROGRAMS[key]
-    return plan._replace(wide=not fit)
+    return plan._replace(wide=not fit, weighs=weighs)
 
 
 def _find_span(programs: int, lanes: int, narrow: int, batch: int, sequences: int, chunks: int) -> int:
@@ -353,10 +307,9 @@ def _find_span(programs: int, lanes: int, narrow: int, batch: int, sequences: in
 
 
 class _Call(NamedTuple):
-    """What determines the launches of a pass; `entries` are those of the table, which may change between calls."""
+    """What determines the launches of a pass."""
 
     plan: _Plan
-    entries: tuple[Launch, ...]
     device: torch.device
     scale: float
     reverse: int
@@ -389,9 +342,9 @@ class _Sequences(NamedTuple):
     write: Tensor
     g: Tensor | None
 
-    def call(self, plan: _Plan, entries: tuple[Launch, ...], scale: float, reverse: int, own_write_key: bool) -> _Call:
+    def call(self, plan: _Plan, scale: float, reverse: int, own_write_key: bool) -> _Call:
         raw = not plan.scaled or _have_type_of_products(plan, self.q, self.k, self.write)
-        return _Call(plan, entries, self.q.device, scale, reverse, own_write_key, raw, steps(*self))
+        return _Call(plan, self.q.device, scale, reverse, own_write_key, raw, steps(*self))
 
 
 def _lay_out(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, write_key: Tensor | None, g: Tensor | None) -> _Sequences:
@@ -422,31 +375,26 @@ def delta_rule(
     reverse: int,
     half: bool,
     save: bool,
-    recompute: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Returns o [B, T, H, V] in v's dtype, the final state [B or segments, H, K, V] in float32, and if `save` what the
-    backward pass needs, in the order of `_Kept`. With `recompute` the backward pass finds that by itself. Without both
-    there is none. `half`: the products are of float16 numbers, whatever the inputs are."""
+    backward pass needs, in the order of `_Kept`. `half`: the products are of float16 numbers, whatever the inputs are.
+    """
     inputs = _lay_out(q, k, v, beta, write_key, g)
     initial_state = None if initial_state is None else initial_state.contiguous()
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
-    plan = _plan(k, v, g, cu_seqlens, half, save or recompute)
+    plan = _plan(q, k, v, write_key, g, cu_seqlens, half, save)
     sizes = _kept_sizes(plan, save)
     output, final, buffers = _allocate(plan, v, sizes)
-    call = inputs.call(plan, plan.forward_entries, scale, reverse, write_key is not None)
+    call = inputs.call(plan, scale, reverse, write_key is not None)
     if plan.walked:
         _prepare_read_through(call)(*inputs, initial_state, cu_seqlens, output, final)
         return output, final, []
     kept = _find_kept(plan, sizes, buffers)
     # Write keys are read by two walks of a segment, which take longer to weigh them than `prepare` takes to store them.
     weigh = 0
-    if plan.weighs(inputs.q, inputs.write):
+    if plan.weighs:
         weigh = QUERIES.value if plan.span else BOTH.value
-    if weigh == BOTH.value:
-        kept = kept._replace(queries=inputs.q, writes=inputs.write)
-    elif not plan.keeps_rows:
-        rows = v.new_empty((2 - weigh, plan.slots * plan.heads * plan.chunk * plan.key_dim), dtype=plan.dtype)
-        kept = kept._replace(queries=inputs.q if weigh else rows[0], writes=rows[-1])
+        kept = kept._replace(queries=inputs.q, writes=torch.empty_like(kept.w) if plan.span else inputs.write)
     launches = _prepare_forward(call, save, weigh)
     sequence_of = sequence_of_slots(plan.slots, plan.chunk, plan.tokens, cu_seqlens)
     for launch in launches.prepare:
@@ -488,13 +436,12 @@ def _prepare_forward(call: _Call, save: bool, weigh: int) -> _Forward:
     # of this would make all chunks slower, the whole forward pass of a long sequence by a third. A program looks at
     # several. Read in both directions, none may look at both halves of the batch.
     looks = math.gcd(places // 2, LOOKS) if call.reverse == SECOND_HALF.value else LOOKS
-    parts = 2 if plan.scaled and plan.span and places <= SHARED_CHUNKS else 1
     prepares = [
         call.prepare(
-            prepare, plan.prepare, cdiv(places, again) if again else parts * places,
-            (call.scale, places, *sizes, *call.steps), BLOCK=plan.tiles(plan.prepare, max(key_dim, value_dim)),
+            prepare, "prepare", cdiv(places, again) if again else places,
+            (call.scale, places, *sizes, *call.steps), BLOCK=plan.tiles("prepare", max(key_dim, value_dim)),
             REVERSE=call.reverse, SAVE=save, ROWS=min(2 - weigh, 2 if save or plan.along else 1), RAW=call.raw,
-            AGAIN=again, PARTS=1 if again else parts, OWN_WRITE_KEY=call.own_write_key,
+            AGAIN=again, OWN_WRITE_KEY=call.own_write_key,
         )
         for again in ((0, looks) if plan.scaled else (0,))
     ]  # fmt: skip
@@ -532,8 +479,8 @@ def _prepare_read_through(call: _Call) -> Prepared:
 
 
 @delta_rule.register_fake
-def _(q, k, v, beta, write_key, g, initial_state, cu_seqlens, scale, reverse, half, save, recompute):
-    plan = _plan(k, v, g, cu_seqlens, half, save or recompute)
+def _(q, k, v, beta, write_key, g, initial_state, cu_seqlens, scale, reverse, half, save):
+    plan = _plan(q, k, v, write_key, g, cu_seqlens, half, save)
     output, final, buffers = _allocate(plan, v, _kept_sizes(plan, save))
     return output, final, buffers if save else []
 
@@ -559,8 +506,8 @@ def _kept_sizes(plan: _Plan, save: bool) -> tuple[list[int], list[int]]:
     keys = places * plan.chunk * plan.key_dim
     tiles = [
         2 * places * plan.chunk**2,
-        keys if plan.keeps_rows and (save or plan.along) else 0,
-        keys if plan.keeps_rows else 0,
+        0 if plan.weighs or not (save or plan.along) else keys,
+        0 if plan.weighs else keys,
         keys,
         places * plan.chunk * plan.value_dim,
         0 if plan.along and not save else places * plan.key_dim * plan.value_dim,
@@ -592,8 +539,8 @@ def _allocate(plan: _Plan, v: Tensor, sizes: tuple[list[int], list[int]]) -> tup
 
 
 def _allocate_offsets(plan: _Plan, v: Tensor) -> Tensor:
-    """The offset of each segment of time, see `store_held`."""
-    return v.new_empty((plan.walks, plan.heads, count_held(plan.key_dim, plan.value_dim)), dtype=torch.float32)
+    """The offset of each segment of time, transposed as states are."""
+    return v.new_empty((plan.walks, plan.heads, plan.value_dim, plan.key_dim), dtype=torch.float32)
 
 
 @custom_op("delta_rule_backward")
@@ -610,44 +557,32 @@ def delta_rule_backward(
     scale: float,
     reverse: int,
     half: bool,
-    reads: bool,
-    rest: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, beta, write_key and g (empty where they are None) and of the first state (in float32).
-
-    Without `reads` that of q is empty, without `rest` those of k, beta, write_key and g are.
-    """
+    """Gradients of q, k, v, beta, write_key and g (empty where they are None) and of the first state (in float32)."""
     inputs = _lay_out(q, k, d_output, beta, write_key, g)
     d_final = None if d_final is None else d_final.contiguous()
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
-    plan = _plan(k, d_output, g, cu_seqlens, half, True)
+    plan = _plan(q, k, d_output, write_key, g, cu_seqlens, half, True)
     places = plan.slots * plan.heads
     sequence_of = sequence_of_slots(plan.slots, plan.chunk, plan.tokens, cu_seqlens)
     ours = _find_kept(plan, _kept_sizes(plan, True), kept)
     d_units = q.new_empty((places * count_gradient_units(plan.value_dim) if plan.scaled else 0,), dtype=torch.float32)
     lengths = [len(ours.states), len(ours.u), 0 if plan.fuses else len(ours.products)]
     d_states, d_u, d_products = ours.states.new_empty((sum(lengths),)).split(lengths)
-    d_gates = q.new_empty((places * plan.chunk,), dtype=torch.float32) if rest and plan.gated else None
+    d_gates = q.new_empty((places * plan.chunk,), dtype=torch.float32) if plan.gated else None
     d_initial = q.new_empty((plan.sequences, plan.heads, plan.key_dim, plan.value_dim), dtype=torch.float32)
-    d_q, d_k, d_write_key = _allocate_gradients(q, k, write_key, d_output, reads, rest)
+    d_q, d_k, d_write_key = _allocate_gradients(q, k, write_key, d_output)
     d_v = d_output.new_empty(d_output.shape)
     parts = cdiv(plan.key_dim, plan.block(plan.differentiate, plan.key_dim))
-    of_numbers = [x if rest and x is not None else beta.new_empty((0,)) for x in (beta, g)]
+    of_numbers = beta, beta.new_empty((0,)) if g is None else g
     d_beta, d_g = (_allocate_parts(parts, x) for x in of_numbers)
-    weigh = plan.weighs(inputs.q, inputs.write)
     # On an H200, products of queries and gradients as they came make the walk of segments 5 to 11 % faster, and that of
     # whole sequences 10 % slower.
-    raw_walk = weigh and plan.span > 0 and _have_type_of_products(plan, q, d_output)
-    call = inputs.call(plan, plan.backward_entries, scale, reverse, write_key is not None)
-    launches = _prepare_backward(call, weigh, raw_walk)
-    if weigh:
+    raw_walk = plan.weighs and plan.span > 0 and _have_type_of_products(plan, q, d_output)
+    call = inputs.call(plan, scale, reverse, write_key is not None)
+    launches = _prepare_backward(call, raw_walk)
+    if plan.weighs:
         ours = ours._replace(queries=inputs.q, writes=inputs.write)
-    elif not plan.keeps_rows:
-        rows = q.new_empty((2, places * plan.chunk * plan.key_dim), dtype=plan.dtype)
-        ours = ours._replace(queries=rows[0], writes=rows[1])
-        launches.weigh_rows(
-            inputs.q, inputs.beta, inputs.write, ours.units, cu_seqlens, sequence_of, ours.queries, ours.writes
-        )
     read = (inputs.beta, ours.units, d_units, cu_seqlens, *ours[:4], ours.decays, inputs.v, d_final)
     d_offsets = None
     if launches.borders is not None:
@@ -662,12 +597,10 @@ def delta_rule_backward(
     )
     if launches.scores is not None:
         launches.scores(*known, inputs.v, d_u, d_v, d_products, d_gates)
-    if reads or rest or plan.fuses:
-        launches.inputs(
-            *(*known, ours.states, inputs.v, d_u, d_states, None if plan.fuses else d_products, d_gates),
-            *(d_q if reads else None, d_k if rest else None, d_v, d_beta),
-            *(None if write_key is None else d_write_key, d_g),
-        )
+    launches.inputs(
+        *(*known, ours.states, inputs.v, d_u, d_states, None if plan.fuses else d_products, d_gates),
+        *(d_q, d_k, d_v, d_beta, None if write_key is None else d_write_key, d_g),
+    )
     d_beta, d_g = map(_add_up, (d_beta, d_g), of_numbers)
     return d_q, d_k, d_v, d_beta, d_write_key, d_g, d_initial
 
@@ -675,7 +608,6 @@ def delta_rule_backward(
 class _Backward(NamedTuple):
     """The launches of a backward pass."""
 
-    weigh_rows: Prepared
     borders: tuple[Prepared, Prepared] | None  # of segments of time: the summary of `retreat`, then `connect`
     retreat: Prepared
     scores: Prepared | None  # None where `inputs` does its work
@@ -683,24 +615,19 @@ class _Backward(NamedTuple):
 
 
 @lru_cache(PREPARED)
-def _prepare_backward(call: _Call, weigh: bool, raw_walk: bool) -> _Backward:
+def _prepare_backward(call: _Call, raw_walk: bool) -> _Backward:
     """`raw_walk`: `retreat` multiplies queries and the gradients of outputs as they came."""
     plan, sizes = call.plan, (call.plan.tokens, call.plan.heads)
     key_dim, value_dim, reverse = plan.key_dim, plan.value_dim, call.reverse
     q_step, k_step, do_step, beta_step, write_step, g_step = call.steps
     places = plan.slots * plan.heads
-    weighing = Prepared(
-        weigh_rows, call.device, places, (call.scale, *sizes, q_step, beta_step, write_step),
-        K=key_dim, V=value_dim, REVERSE=reverse, CHUNK=plan.chunk, BLOCK=min(64, plan.whole(key_dim)),
-        **launch_options(4),
-    )  # fmt: skip
 
     def walk(name: str) -> Prepared:
         block = plan.tiles(name, value_dim)
         numbers = (call.scale, plan.sequences, plan.span, *sizes, do_step, q_step, beta_step, write_step)
         return call.prepare(
             retreat, name, plan.walks * plan.heads * cdiv(value_dim, block), numbers,
-            REVERSE=reverse, WEIGH=weigh, RAW=raw_walk, BLOCK=block, STEP=plan.step(name, key_dim),
+            REVERSE=reverse, WEIGH=plan.weighs, RAW=raw_walk, BLOCK=block, STEP=plan.step(name, key_dim),
         )  # fmt: skip
 
     borders = None
@@ -721,34 +648,29 @@ def _prepare_backward(call: _Call, weigh: bool, raw_walk: bool) -> _Backward:
         (call.scale, *sizes, plan.batch * plan.tokens, *steps),
         REVERSE=reverse, BLOCK=block, STEP=(plan.value_step if plan.fuses else plan.tile)(name, value_dim),
     )  # fmt: skip
-    return _Backward(weighing, borders, walk(plan.retreat), scores, inputs)
+    return _Backward(borders, walk(plan.retreat), scores, inputs)
 
 
 @delta_rule_backward.register_fake
-def _(q, k, beta, write_key, g, cu_seqlens, kept, d_output, d_final, scale, reverse, half, reads, rest):
+def _(q, k, beta, write_key, g, cu_seqlens, kept, d_output, d_final, scale, reverse, half):
     sequences = count_sequences(k.shape[0], cu_seqlens)
-    d_q, d_k, d_write_key = _allocate_gradients(q, k, write_key, d_output, reads, rest)
+    d_q, d_k, d_write_key = _allocate_gradients(q, k, write_key, d_output)
     return (
         d_q,
         d_k,
         d_output.new_empty(d_output.shape),
-        beta.new_empty(beta.shape if rest else (0,)),
+        beta.new_empty(beta.shape),
         d_write_key,
-        beta.new_empty((0,)) if g is None or not rest else g.new_empty(g.shape),
+        beta.new_empty((0,)) if g is None else g.new_empty(g.shape),
         q.new_empty((sequences, *k.shape[2:], d_output.shape[3]), dtype=torch.float32),
     )
 
 
-def _allocate_gradients(
-    q: Tensor, k: Tensor, write_key: Tensor | None, d_output: Tensor, reads: bool, rest: bool
-) -> tuple[Tensor, ...]:
-    """Buffers for the gradients of q, k and write_key, each in the wider of its type and d_output's; empty for those
-    that are not needed.
-    """
-    needed = (q if reads else None, k if rest else None, write_key if rest else None)
+def _allocate_gradients(q: Tensor, k: Tensor, write_key: Tensor | None, d_output: Tensor) -> tuple[Tensor, ...]:
+    """Buffers for the gradients of q, k and write_key (empty for None), in the wider of their type and d_output's."""
     return tuple(
         q.new_empty((0,)) if x is None else x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, d_output.dtype))
-        for x in needed
+        for x in (q, k, write_key)
     )
 
 
@@ -767,9 +689,8 @@ def _add_up(parts: Tensor, like: Tensor) -> Tensor:
 
 def _setup_context(ctx, inputs, output):
     q, k, v, beta, write_key, g, initial_state, cu_seqlens, *options = inputs
-    ctx.scale, ctx.reverse, ctx.half, ctx.saved, ctx.recompute = options
-    kept = (v, initial_state) if ctx.recompute else output[2]
-    ctx.save_for_backward(q, k, beta, write_key, g, cu_seqlens, *kept)
+    ctx.scale, ctx.reverse, ctx.half, ctx.saved = options
+    ctx.save_for_backward(q, k, beta, write_key, g, cu_seqlens, *output[2])
     ctx.initial_dtype = None if initial_state is None else initial_state.dtype
     ctx.output_like = (v.shape, v.dtype)
     ctx.set_materialize_grads(False)
@@ -777,28 +698,22 @@ def _setup_context(ctx, inputs, output):
 
 def _differentiate(ctx, d_output, d_final, *_):
     q, k, beta, write_key, g, cu_seqlens, *kept = ctx.saved_tensors
-    assert ctx.saved or ctx.recompute, "the forward pass ran without keeping what the backward pass needs"
-    if ctx.recompute:
-        v, initial_state = kept
-        arguments = (q, k, v, beta, write_key, g, initial_state, cu_seqlens, ctx.scale, ctx.reverse, ctx.half)
-        kept = delta_rule(*arguments, True, False)[2]
+    assert ctx.saved, "the forward pass ran without keeping what the backward pass needs"
     if d_output is None:
         shape, dtype = ctx.output_like
         d_output = q.new_zeros(shape, dtype=dtype)
-    needed = ctx.needs_input_grad
-    reads, rest = needed[0], needed[1] or any(needed[3:6])
     d_q, d_k, d_v, d_beta, d_write_key, d_g, d_initial = delta_rule_backward(
-        q, k, beta, write_key, g, cu_seqlens, kept, d_output, d_final, ctx.scale, ctx.reverse, ctx.half, reads, rest
+        q, k, beta, write_key, g, cu_seqlens, kept, d_output, d_final, ctx.scale, ctx.reverse, ctx.half
     )
     return (
-        d_q if reads else None,
-        d_k if rest else None,
+        d_q,
+        d_k,
         d_v,
-        d_beta if rest else None,
-        d_write_key if rest and write_key is not None else None,
-        d_g if rest and g is not None else None,
+        d_beta,
+        None if write_key is None else d_write_key,
+        None if g is None else d_g,
         None if ctx.initial_dtype is None else d_initial.to(ctx.initial_dtype),
-        *(None,) * 6,
+        *(None,) * 5,
     )
 
 
@@ -821,7 +736,6 @@ def delta_rule_triton(
     cu_seqlens: Tensor | None,
     chunk_size: int,
     reverse: Reverse,
-    recompute: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """`delta_rule` in Triton kernels. `chunk_size` has no meaning here: the tables say how tokens are cut.
 
@@ -829,16 +743,15 @@ def delta_rule_triton(
     come in float32 beside them, from a norm, keep their gradients in float32.
     """
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(k.device)
+    tensors = (q, k, v, beta, write_key, value_key, g, initial_state)
+    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     if value_key is not None or (g is not None and (read_before_decay or g.dim() == v.dim())):
-        o, final = delta_rule_channels_triton(
-            *(q, k, v, beta, write_key, value_key, g, initial_state, cu_seqlens),
-            *(scale, read_before_decay and g is not None, reverse, recompute),
+        options = (float(scale), read_before_decay and g is not None, number_of(reverse), save)
+        o, final, _ = delta_rule_channels(*tensors, cu_seqlens, *options)
+    else:
+        beta = torch.ones_like(v[..., 0]) if beta is None else beta
+        half = v.dtype.itemsize == 2
+        o, final, _ = delta_rule(
+            q, k, v, beta, write_key, g, initial_state, cu_seqlens, float(scale), number_of(reverse), half, save
         )
-        return o, final if output_final_state else None
-    beta = torch.ones_like(v[..., 0]) if beta is None else beta
-    tensors = (q, k, v, beta, write_key, g, initial_state)
-    differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    keep = differentiable and not recompute, differentiable and recompute
-    options = (float(scale), number_of(reverse), v.dtype.itemsize == 2, *keep)
-    o, final, *_ = delta_rule(q, k, v, beta, write_key, g, initial_state, cu_seqlens, *options)
     return o, final if output_final_state else None

@@ -38,7 +38,6 @@ from longseq.kernels.delta_rule.triton_kept import (
     pack_units,
     store_by_columns,
     store_by_rows,
-    store_packed,
     unpack_a,
     unpack_queries,
     unpack_writes,
@@ -48,7 +47,6 @@ from longseq.kernels.delta_rule.triton_segments import (
     across,
     end_walk,
     load_betas,
-    load_held,
     load_xv,
     multiply_rows,
     turn_to_tiles,
@@ -56,7 +54,6 @@ from longseq.kernels.delta_rule.triton_segments import (
 )
 from longseq.kernels.triton_tiles import (
     MILD,
-    SECOND_HALF,
     SIZES_AND_STRIDES,
     chunk,
     decay_between,
@@ -162,12 +159,8 @@ def _prepare_chunk(
     place, inputs, steps, results, cu_seqlens, sequence_of, scale, T, H,
     K: tl.constexpr, V: tl.constexpr, REVERSE: tl.constexpr, SAVE: tl.constexpr, ROWS: tl.constexpr,
     RAW: tl.constexpr, AGAIN: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, OWN_WRITE_KEY: tl.constexpr,
-    READS: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    """`prepare` for one chunk of one head; AGAIN, one that is not mild (see `inverse_size`), with a float32 inverse.
-
-    READS: what `advance` reads and writes the state with, A and the rows. REST: all that needs X.
-    """
+    """`prepare` for one chunk of one head; AGAIN, one that is not mild (see `inverse_size`), with a float32 inverse."""
     q, k, v, beta, write_key, g = inputs
     q_token, k_token, v_token, beta_token, write_token, g_token = steps  # between tokens
     products, queries, writes, w, u, decays, units = results
@@ -210,17 +203,13 @@ def _prepare_chunk(
         write = key
         if OWN_WRITE_KEY:
             write = load_tokens(write_key, write_token, live, e, K, CHUNK, BLOCK)
-        if READS:
-            query = load_tokens(q, q_token, live, e, K, CHUNK, BLOCK)
+        query = load_tokens(q, q_token, live, e, K, CHUNK, BLOCK)
         if RAW:
-            if READS:
-                qk = tl.dot(query.to(DTYPE), tl.trans(write.to(DTYPE)), qk, input_precision=PRECISION)
-            if REST:
-                kk = tl.dot(key.to(DTYPE), tl.trans(write.to(DTYPE)), kk, input_precision=PRECISION)
+            qk = tl.dot(query.to(DTYPE), tl.trans(write.to(DTYPE)), qk, input_precision=PRECISION)
+            kk = tl.dot(key.to(DTYPE), tl.trans(write.to(DTYPE)), kk, input_precision=PRECISION)
         if SCALED:
             # Block by block only the largest at each place is kept: one search for all blocks is faster than one each.
-            if READS:
-                most_query = query if e == 0 else keep_larger(most_query, query)
+            most_query = query if e == 0 else keep_larger(most_query, query)
             most_key = key if e == 0 else keep_larger(most_key, key)
             if OWN_WRITE_KEY:
                 most_write = write if e == 0 else keep_larger(most_write, write)
@@ -228,18 +217,13 @@ def _prepare_chunk(
                 key_rows = tl.maximum(key_rows, find_largest_of_rows(key))
     if GATED:
         since, until, whole, logs = find_decays(gate, g, g_token, live, EXACT, CHUNK)
-        if REST:
-            tl.store(decays + place, whole)
+        tl.store(decays + place, whole)
     query_unit, query_inverse, key_unit, key_inverse, write_unit, write_inverse = 1.0, 1.0, 1.0, 1.0, 1.0, 1.0
     queries_inverse, writes_inverse, since_exponent = 1.0, 1.0, 0
     if SCALED:
-        if READS:
-            largest_query, largest_key = find_largest_of_both(most_query, most_key)
-            query_unit, query_inverse = power_of_two(largest_query)
-            key_unit, key_inverse = power_of_two(largest_key)
-        else:
-            key_unit, key_inverse = find_unit(most_key, SCALED)
-            query_unit = key_unit  # not stored
+        largest_query, largest_key = find_largest_of_both(most_query, most_key)
+        query_unit, query_inverse = power_of_two(largest_query)
+        key_unit, key_inverse = power_of_two(largest_key)
         write_unit, write_inverse = key_unit, key_inverse
         if OWN_WRITE_KEY:
             write_unit, write_inverse = find_unit(most_write, SCALED)
@@ -254,105 +238,97 @@ def _prepare_chunk(
         writes_exponent = clamp_exponent(exponent_of(write_unit) + exponent_above(strongest) + WRITES_ROOM)
         queries_inverse = two_to(-queries_exponent)
         writes_inverse = two_to(-writes_exponent)
-        if READS:
-            tl.store(units + QUERY, query_unit)
-        if REST:
-            tl.store(units + KEY, key_unit)
-            tl.store(units + WRITE_KEY, write_unit)
+        tl.store(units + QUERY, query_unit)
+        tl.store(units + KEY, key_unit)
+        tl.store(units + WRITE_KEY, write_unit)
     if not RAW:
-        if READS:
-            qk = multiply_rows(
-                *(q, q_token, query_inverse, write_key, write_token, write_inverse, live),
-                *(K, RAW, DTYPE, CHUNK, BLOCK),
-            )
-            qk *= query_unit * write_unit
-        if REST:
-            kk = multiply_rows(
-                *(k, k_token, key_inverse, write_key, write_token, write_inverse, live),
-                *(K, RAW, DTYPE, CHUNK, BLOCK),
-            )
-            kk *= key_unit * write_unit
+        qk = multiply_rows(
+            *(q, q_token, query_inverse, write_key, write_token, write_inverse, live),
+            *(K, RAW, DTYPE, CHUNK, BLOCK),
+        )
+        qk *= query_unit * write_unit
+        kk = multiply_rows(
+            *(k, k_token, key_inverse, write_key, write_token, write_inverse, live),
+            *(K, RAW, DTYPE, CHUNK, BLOCK),
+        )
+        kk *= key_unit * write_unit
     for e in tl.static_range(0, K, BLOCK):
-        if READS and ROWS == 2:
+        if ROWS == 2:
             if K > BLOCK:
                 query = load_tokens(q, q_token, live, e, K, CHUNK, BLOCK)
             tile = query.to(tl.float32) * (since * (scale * queries_inverse))[:, None]
             store_by_rows(queries + place * CHUNK * K, live, e, tile, K, CUT, CHUNK, BLOCK)
-        if READS and ROWS > 0:
+        if ROWS > 0:
             if K > BLOCK:
                 write = load_tokens(write_key, write_token, live, e, K, CHUNK, BLOCK)
             tile = write.to(tl.float32) * (until * betas * writes_inverse)[:, None]
             store_by_rows(writes + place * CHUNK * K, live, e, tile, K, CUT, CHUNK, BLOCK)
     products += place * 2 * CHUNK * CHUNK
-    if READS:
-        a = _weigh(qk, betas * scale, gate, logs, 0, GATED, EXACT, CHUNK)
-        a_exponent = 0
-        if SCALED and not (GATED or AGAIN):
-            bound = bound_product(exponent_of(query_unit), exponent_of(write_unit), BITS)
-            a_exponent = clamp_exponent(bound + exponent_above(strongest * tl.abs(scale)))
-        a, a_unit = _tile_of_scores(a, a_exponent, GATED or AGAIN, SCALED)
-        store_by_rows(products + CHUNK * CHUNK, live, 0, a, CHUNK, CUT, CHUNK, CHUNK)
-    if REST:
-        # Where registers suffice, values are loaded before the inverse, and keys once more before the products that
-        # they are needed for last: a program that waits for each block of columns takes 4 % more time.
-        EARLY: tl.constexpr = BLOCK == 64 and V <= 128
-        KEYS_EARLY: tl.constexpr = EARLY and K <= 128
-        values, keys = (), ()
-        if EARLY:
-            for e in tl.static_range(0, V, BLOCK):
-                values = values + (load_tokens(v, v_token, live, e, V, CHUNK, BLOCK),)
-        lower = _weigh(kk, betas, gate, logs, 1, GATED, EXACT, CHUNK)
-        steepest = find_largest_of_rows(lower)
-        x = eliminate(lower, CHUNK) if AGAIN else unit_lower_inverse(lower, live if SCALED else CHUNK, CHUNK, SCALED)
-        x_unit, x_inverse, unit = 1.0, 1.0, 1.0
-        if SCALED:
-            size = inverse_size(steepest, x)
-            if not AGAIN:
-                tl.store(units + SIZE, size)
-            x_unit, x_inverse = _find_unit_below(size, INVERSE_SHARE, SCALED)
-            tl.store(units + INVERSE, x_unit)
-        square = as_tile(x * x_inverse, SCALED)
-        if SAVE:
-            store_by_rows(products, live, 0, square, CHUNK, CUT, CHUNK, CHUNK)
+    a = _weigh(qk, betas * scale, gate, logs, 0, GATED, EXACT, CHUNK)
+    a_exponent = 0
+    if SCALED and not (GATED or AGAIN):
+        bound = bound_product(exponent_of(query_unit), exponent_of(write_unit), BITS)
+        a_exponent = clamp_exponent(bound + exponent_above(strongest * tl.abs(scale)))
+    a, a_unit = _tile_of_scores(a, a_exponent, GATED or AGAIN, SCALED)
+    store_by_rows(products + CHUNK * CHUNK, live, 0, a, CHUNK, CUT, CHUNK, CHUNK)
+    # Where registers suffice, values are loaded before the inverse, and keys once more before the products that
+    # they are needed for last: a program that waits for each block of columns takes 4 % more time.
+    EARLY: tl.constexpr = BLOCK == 64 and V <= 128
+    KEYS_EARLY: tl.constexpr = EARLY and K <= 128
+    values, keys = (), ()
+    if EARLY:
         for e in tl.static_range(0, V, BLOCK):
-            value = values[e // BLOCK] if EARLY else load_tokens(v, v_token, live, e, V, CHUNK, BLOCK)
-            if AGAIN:
-                tile, unit = mix_rows(x, value.to(tl.float32), SCALED, PRECISION)
-            else:
-                unit, inverse = _find_unit_below(find_largest(value), ROWS_SHARE, SCALED)
-                tile = _multiply_tiles(square, as_tile(value.to(tl.float32) * inverse, SCALED), SCALED)
-                unit *= x_unit
-            store_by_columns(u + place * CHUNK * V, live, e, tl.trans(tile), V, CUT, BLOCK, CHUNK)
-            store_column_units(units + U, e, unit, TILE, V, BLOCK, SCALED)
-        if KEYS_EARLY:
-            for e in tl.static_range(0, K, BLOCK):
-                keys = keys + (load_tokens(k, k_token, live, e, K, CHUNK, BLOCK),)
-        if GATED:
-            x *= since[None, :]
-        if AGAIN:
-            # One unit for all blocks of columns; the unit of each row as in `mix_rows`.
-            row_unit, row_inverse = power_of_two(key_rows)
-            row_inverse = (row_inverse / LIMIT)[:, None]
-            x *= row_unit[None, :]
-            unit, x_inverse = power_of_two(tl.max(tl.sum(tl.abs(x), 1), 0))
-            unit *= LIMIT
-        else:
-            row_inverse = 1.0
-            if SCALED:
-                row_inverse = key_inverse * ROWS_SHARE
-                x_inverse *= two_to(-since_exponent)
-                unit = x_unit * two_to(since_exponent) * (key_unit / ROWS_SHARE)
-        square = as_tile(x * -x_inverse, SCALED)
-        for e in tl.static_range(0, K, BLOCK):
-            key = keys[e // BLOCK] if KEYS_EARLY else load_tokens(k, k_token, live, e, K, CHUNK, BLOCK)
-            key = key.to(tl.float32) * row_inverse
-            tile = _multiply_tiles(square, as_tile(key, SCALED), SCALED)
-            store_by_rows(w + place * CHUNK * K, live, e, tile, K, CUT, CHUNK, BLOCK)
+            values = values + (load_tokens(v, v_token, live, e, V, CHUNK, BLOCK),)
+    lower = _weigh(kk, betas, gate, logs, 1, GATED, EXACT, CHUNK)
+    steepest = find_largest_of_rows(lower)
+    x = eliminate(lower, CHUNK) if AGAIN else unit_lower_inverse(lower, live if SCALED else CHUNK, CHUNK, SCALED)
+    x_unit, x_inverse, unit = 1.0, 1.0, 1.0
     if SCALED:
-        # What this program does not know is not stored: any unit stands for it.
-        known, a_known = unit if REST else key_unit, a_unit if READS else key_unit
-        packed = pack_units(known, two_to(writes_exponent), two_to(queries_exponent), a_known)
-        store_packed(units + PACKED_UNITS, packed, REST, READS)
+        size = inverse_size(steepest, x)
+        if not AGAIN:
+            tl.store(units + SIZE, size)
+        x_unit, x_inverse = _find_unit_below(size, INVERSE_SHARE, SCALED)
+        tl.store(units + INVERSE, x_unit)
+    square = as_tile(x * x_inverse, SCALED)
+    if SAVE:
+        store_by_rows(products, live, 0, square, CHUNK, CUT, CHUNK, CHUNK)
+    for e in tl.static_range(0, V, BLOCK):
+        value = values[e // BLOCK] if EARLY else load_tokens(v, v_token, live, e, V, CHUNK, BLOCK)
+        if AGAIN:
+            tile, unit = mix_rows(x, value.to(tl.float32), SCALED, PRECISION)
+        else:
+            unit, inverse = _find_unit_below(find_largest(value), ROWS_SHARE, SCALED)
+            tile = _multiply_tiles(square, as_tile(value.to(tl.float32) * inverse, SCALED), SCALED)
+            unit *= x_unit
+        store_by_columns(u + place * CHUNK * V, live, e, tl.trans(tile), V, CUT, BLOCK, CHUNK)
+        store_column_units(units + U, e, unit, TILE, V, BLOCK, SCALED)
+    if KEYS_EARLY:
+        for e in tl.static_range(0, K, BLOCK):
+            keys = keys + (load_tokens(k, k_token, live, e, K, CHUNK, BLOCK),)
+    if GATED:
+        x *= since[None, :]
+    if AGAIN:
+        # One unit for all blocks of columns; the unit of each row as in `mix_rows`.
+        row_unit, row_inverse = power_of_two(key_rows)
+        row_inverse = (row_inverse / LIMIT)[:, None]
+        x *= row_unit[None, :]
+        unit, x_inverse = power_of_two(tl.max(tl.sum(tl.abs(x), 1), 0))
+        unit *= LIMIT
+    else:
+        row_inverse = 1.0
+        if SCALED:
+            row_inverse = key_inverse * ROWS_SHARE
+            x_inverse *= two_to(-since_exponent)
+            unit = x_unit * two_to(since_exponent) * (key_unit / ROWS_SHARE)
+    square = as_tile(x * -x_inverse, SCALED)
+    for e in tl.static_range(0, K, BLOCK):
+        key = keys[e // BLOCK] if KEYS_EARLY else load_tokens(k, k_token, live, e, K, CHUNK, BLOCK)
+        key = key.to(tl.float32) * row_inverse
+        tile = _multiply_tiles(square, as_tile(key, SCALED), SCALED)
+        store_by_rows(w + place * CHUNK * K, live, e, tile, K, CUT, CHUNK, BLOCK)
+    if SCALED:
+        packed = pack_units(unit, two_to(writes_exponent), two_to(queries_exponent), a_unit)
+        tl.store(units + PACKED_UNITS, packed)
 
 
 @triton.jit(do_not_specialize=[*SIZES_AND_STRIDES, "places"])
@@ -360,15 +336,13 @@ def prepare(
     q, k, v, beta, write_key, g, cu_seqlens, sequence_of, products, queries, writes, w, u, decays, units,
     scale, places, T, H, q_token, k_token, v_token, beta_token, write_token, g_token,
     K: tl.constexpr, V: tl.constexpr, REVERSE: tl.constexpr, SAVE: tl.constexpr, ROWS: tl.constexpr,
-    RAW: tl.constexpr, AGAIN: tl.constexpr, PARTS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-    OWN_WRITE_KEY: tl.constexpr,
+    RAW: tl.constexpr, AGAIN: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, OWN_WRITE_KEY: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one head: A, W, (X V)ᵀ and e^{b_C}; if SAVE, X.
 
     ROWS: with 1, e^{b_C - b} P is stored as well, and with 2 also e^b Q; with 0 `advance` makes both from q and write
     keys. RAW: products of queries and keys are of their own type, not of tiles. AGAIN, those of AGAIN chunks, out of
-    `places` of all heads, that are not mild (see `inverse_size`), with an inverse in float32. PARTS: with 2, two
-    programs share a chunk's work, which takes less time where a GPU has room for all of them.
+    `places` of all heads, that are not mild (see `inverse_size`), with an inverse in float32.
     """
     inputs = (q, k, v, beta, write_key, g)
     steps = (q_token, k_token, v_token, beta_token, write_token, g_token)
@@ -385,24 +359,16 @@ def prepare(
                 if size > MILD:
                     _prepare_chunk(
                         first + i, inputs, steps, results, cu_seqlens, sequence_of, scale, T, H,
-                        K, V, REVERSE, SAVE, ROWS, RAW, True, CHUNK, BLOCK, OWN_WRITE_KEY, True, True,
+                        K, V, REVERSE, SAVE, ROWS, RAW, True, CHUNK, BLOCK, OWN_WRITE_KEY,
                     )  # fmt: skip
     else:
-        program = tl.program_id(0)
-        place, part = program.to(tl.int64), 0
-        if PARTS > 1:
-            # The longer parts come first. Each half of the programs has one half of the rows (see `direction`).
-            alike = places // 2 if REVERSE == SECOND_HALF else places
-            part = program // alike % PARTS
-            place = (program // (alike * PARTS) * alike + program % alike).to(tl.int64)
+        place = tl.program_id(0).to(tl.int64)
         _, _, live = chunk(place // H, T, cu_seqlens, sequence_of, cu_seqlens is not None, CHUNK, REVERSE)
         if live > 0:
-            for i in tl.static_range(0, PARTS):
-                if part == i:
-                    _prepare_chunk(
-                        place, inputs, steps, results, cu_seqlens, sequence_of, scale, T, H,
-                        K, V, REVERSE, SAVE, ROWS, RAW, False, CHUNK, BLOCK, OWN_WRITE_KEY, i == PARTS - 1, i == 0,
-                    )  # fmt: skip
+            _prepare_chunk(
+                place, inputs, steps, results, cu_seqlens, sequence_of, scale, T, H,
+                K, V, REVERSE, SAVE, ROWS, RAW, False, CHUNK, BLOCK, OWN_WRITE_KEY,
+            )  # fmt: skip
         elif products.dtype.element_ty == tl.float16:
             tl.store(find_units(units, place, V) + SIZE, 0.0)  # a slot without tokens is mild
 
@@ -450,7 +416,8 @@ def advance(
             piece = tl.trans(piece.to(tl.float32))
         if SEGMENTED:
             if number > 0:
-                piece = load_held(offsets, (segment - 1) * H + head, column, e, K, V, BLOCK, STEP)
+                of_segment = offsets + ((segment - 1) * H + head) * V * K
+                piece = load_block(of_segment, column, e, V, K, BLOCK, STEP)
         state = state + (piece,)
     BY_ROW: tl.constexpr = SCALED and states is None  # as in `walk_through`
     state, exponent = turn_to_tiles(state, 0, SCALED, BY_ROW)

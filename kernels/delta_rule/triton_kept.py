@@ -69,19 +69,6 @@ def pack_units(w, writes, queries, a):
 
 
 @triton.jit
-def store_packed(at, packed, FIRST: tl.constexpr, REST: tl.constexpr):
-    """Store the FIRST of four packed units, the REST or all of them: two programs may know a part of them each."""
-    if FIRST and REST:
-        tl.store(at, packed)
-    else:
-        bits = packed.to(tl.int32, bitcast=True)
-        at = at.to(tl.pointer_type(tl.int8))
-        for i in tl.static_range(0, 4):
-            if FIRST if i == 0 else REST:
-                tl.store(at + i, (bits >> (8 * i)).to(tl.int8))
-
-
-@triton.jit
 def unpack_w(packed):
     return (packed.to(tl.int32, bitcast=True) & 255) - 127
 

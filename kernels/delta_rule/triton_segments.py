@@ -61,61 +61,6 @@ QUERIES = tl.constexpr(1)
 BOTH = tl.constexpr(2)
 
 
-# States between segments are kept in the order in which the threads of `connect` hold them, with four warps, on GPUs of
-# capability 8 and 9: by groups of 16 rows, and in a group by these bits of a number's row and column, slowest first:
-#     columns from 32 on, columns 8 and 16, rows 1 to 4, columns 2 and 4, row 8, column 1.
-# Then neither loads nor stores exchange numbers between threads, for which all of them would wait: on an H200 `connect`
-# takes a fifth to a quarter less time. On other GPUs the order is only another one. A walk reads such a state once.
-ROWS_HELD = tl.constexpr(16)
-COLUMNS_HELD = tl.constexpr(32)
-
-
-@triton.jit
-def _find_held(states, place, row, column, K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The addresses of ROWS rows from `row` and COLUMNS columns from `column` of a state, and which of them exist."""
-    WIDTH: tl.constexpr = ROWS_HELD * ((K + COLUMNS_HELD - 1) // COLUMNS_HELD * COLUMNS_HELD)
-    GROUPS: tl.constexpr = (V + ROWS_HELD - 1) // ROWS_HELD
-    group = row // ROWS_HELD + tl.arange(0, ROWS // ROWS_HELD)
-    i = column * ROWS_HELD + tl.arange(0, ROWS_HELD * COLUMNS)
-    at = states + (place * GROUPS + group[:, None]) * WIDTH + i[None, :]
-    return at, (group < GROUPS)[:, None] & (i < WIDTH)[None, :]
-
-
-@triton.jit
-def load_held(states, place, row, column, K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """ROWS rows and COLUMNS columns of a state Sᵀ [V, K] between segments; zeros outside the state."""
-    at, exist = _find_held(states, place, row, column, K, V, ROWS, COLUMNS)
-    MIDDLE: tl.constexpr = COLUMNS // 8 if COLUMNS < COLUMNS_HELD else COLUMNS_HELD // 8
-    x = tl.load(at, mask=exist, other=0.0) if V % ROWS != 0 or K % COLUMNS != 0 else tl.load(at)
-    x = tl.reshape(x, (ROWS // ROWS_HELD, COLUMNS // 8 // MIDDLE, MIDDLE, 8, 4, 2, 2))
-    x = tl.reshape(tl.permute(x, (0, 5, 3, 1, 2, 4, 6)), (ROWS, COLUMNS))
-    if V % ROWS != 0 or K % COLUMNS != 0:
-        i, e = row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
-        x = tl.where((i < V)[:, None] & (e < K)[None, :], x, 0.0)
-    return x
-
-
-@triton.jit
-def store_held(
-    states, place, row, column, x, K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """Store what `load_held` loads."""
-    at, exist = _find_held(states, place, row, column, K, V, ROWS, COLUMNS)
-    MIDDLE: tl.constexpr = COLUMNS // 8 if COLUMNS < COLUMNS_HELD else COLUMNS_HELD // 8
-    x = tl.reshape(x, (ROWS // ROWS_HELD, 2, 8, COLUMNS // 8 // MIDDLE, MIDDLE, 4, 2))
-    x = tl.reshape(tl.permute(x, (0, 3, 4, 2, 5, 1, 6)), (ROWS // ROWS_HELD, ROWS_HELD * COLUMNS))
-    if V % ROWS != 0 or K % COLUMNS != 0:
-        tl.store(at, x, mask=exist)
-    else:
-        tl.store(at, x)
-
-
-def count_held(key_dim: int, value_dim: int) -> int:
-    """The numbers of a state [key_dim, value_dim] as `store_held` stores it."""
-    rows, columns = ROWS_HELD.value, COLUMNS_HELD.value
-    return -(-value_dim // rows) * rows * -(-key_dim // columns) * columns
-
-
 @triton.jit
 def across(x, BY_ROW: tl.constexpr):
     """Numbers that belong to the rows of a block, as a column; a number of the whole block as it is."""
@@ -470,7 +415,7 @@ def summarize(
         if block < of_offset:
             for e in tl.static_range(0, K, STEP):
                 left = end_walk(state[e // STEP], across(exponent, SCALED), SCALED)
-                store_held(offsets, place, column, e, left, K, V, BLOCK, STEP)
+                store_block(offsets + place * V * K, column, e, left, V, K, BLOCK, STEP)
         else:
             shared = state
             if SCALED:
@@ -490,7 +435,7 @@ def _load_border(
     """Offset and units of the rows of the transition of segment j, or of the last that has both, in reading order."""
     j = tl.maximum(tl.minimum(j, segments - 2), 0)
     place = (first - j if BACK else first + j) * H + head
-    offset = load_held(offsets, place, column, 0, K, V, BLOCK, BLOCK_K)
+    offset = load_block(offsets + place * V * K, column, 0, V, K, BLOCK, BLOCK_K)
     TILES: tl.constexpr = (K + TILE - 1) // TILE
     row_units = ()
     for i in tl.static_range(0, TILES if SCALED else 0):
@@ -527,7 +472,7 @@ def connect(
     if BACK:
         first += tl.maximum(segments - 1, 0)
     before = first * H + head
-    state = load_held(offsets, before, column, 0, K, V, BLOCK, BLOCK_K)
+    state = load_block(offsets + before * V * K, column, 0, V, K, BLOCK, BLOCK_K)
     # Loaded one iteration early, because the compiler prefetches only operands of products.
     later, later_units = _load_border(
         offsets, transition_units, first, 1, segments, head, column, H, K, V, BACK, SCALED, BLOCK_K, BLOCK
@@ -549,8 +494,8 @@ def connect(
             unit = own_unit[:, None] * row_unit if BACK else own_unit[:, None]
         product = tl.dot(as_tile(factor, SCALED), transition, input_precision=PRECISION)
         # The state before is stored here, while the product is computed: after the product it would delay the next.
-        store_held(offsets, before, column, 0, state, K, V, BLOCK, BLOCK_K)
+        store_block(offsets + before * V * K, column, 0, state, V, K, BLOCK, BLOCK_K)
         state = offset + (product * unit if SCALED else product)
         before = place
     if segments > 2:
-        store_held(offsets, before, column, 0, state, K, V, BLOCK, BLOCK_K)
+        store_block(offsets + before * V * K, column, 0, state, V, K, BLOCK, BLOCK_K)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longseq.kernels.reading import Reverse, half, run_each_way
+from longseq.kernels.reading import half, run_each_way
 from longseq.kernels.recurrence import Sequences, run_recurrence, run_segments, token
 
 
@@ -36,78 +36,41 @@ def finite_rates(A: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def longhorn_scan_reference(
-    x: Tensor,
-    q: Tensor,
-    k: Tensor,
-    beta: Tensor,
-    *,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    cu_seqlens: Tensor | None,
-    chunk_size: int | None,
-    reverse: Reverse,
+    x: Tensor, q: Tensor, k: Tensor, beta: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
     """`longhorn_scan`, one token at a time. `chunk_size` is ignored."""
-
-    def recurrence(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
-        outputs = []
-        for t in range(sequences[0].shape[1]):
-            x_t, q_t, k_t, beta_t = token(sequences, t)
-            o_t, state = longhorn_scan_step_torch(x_t, q_t, k_t, beta_t, state)
-            outputs.append(o_t)
-        return torch.stack(outputs, dim=1), state
-
-    return run_recurrence(
-        recurrence,
-        (x, q, k, beta),
-        initial_state,
-        (x.shape[2], k.shape[2]),
-        output_dtype=x.dtype,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
-        unpack=run_segments,
-        reverse=reverse,
-    )
+    return _scan(longhorn_scan_step_torch, (x, q, k, beta), k, **options)
 
 
 def selective_scan_reference(
-    x: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    cu_seqlens: Tensor | None,
-    chunk_size: int | None,
-    reverse: Reverse,
+    x: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
     """`selective_scan`, one token at a time. `chunk_size` is ignored."""
     if A.dim() == 3:
-        return scan_each_way(
-            selective_scan_reference, x, delta, A, B, C, initial_state,
-            output_final_state=output_final_state, cu_seqlens=None, chunk_size=chunk_size,
-        )  # fmt: skip
+        return scan_each_way(selective_scan_reference, x, delta, A, B, C, **options)
+
+    def step(x: Tensor, delta: Tensor, B: Tensor, C: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        return selective_scan_step_torch(x, delta, A, B, C, state)
+
+    return _scan(step, (x, delta, B, C), B, **options)
+
+
+def _scan(
+    step: Callable[..., tuple[Tensor, Tensor]], sequences: Sequences, key: Tensor, *, chunk_size: Any, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Apply `step` to one token after the other; `options` are those of `run_recurrence`."""
+    x = sequences[0]
 
     def recurrence(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
         outputs = []
         for t in range(sequences[0].shape[1]):
-            x_t, delta_t, B_t, C_t = token(sequences, t)
-            o_t, state = selective_scan_step_torch(x_t, delta_t, A, B_t, C_t, state)
+            o_t, state = step(*token(sequences, t), state)
             outputs.append(o_t)
         return torch.stack(outputs, dim=1), state
 
+    shape = x.shape[2], key.shape[2]
     return run_recurrence(
-        recurrence,
-        (x, delta, B, C),
-        initial_state,
-        A.shape,
-        output_dtype=x.dtype,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
-        unpack=run_segments,
-        reverse=reverse,
+        recurrence, sequences, state_shape=shape, output_dtype=x.dtype, unpack=run_segments, **options
     )
 
 
@@ -118,10 +81,12 @@ def scan_each_way(
     A: Tensor,
     B: Tensor,
     C: Tensor,
+    *,
     initial_state: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Scan the first half of the rows forward and the second backward, each with its own A, by a form for one A."""
+    del options["reverse"]
     return run_each_way(
         lambda i: scan(
             *(half(x, i), half(delta, i), A[i], half(B, i), half(C, i)),

@@ -6,8 +6,6 @@ stays in the GPU's cache. Then it takes the pieces from the last to the first: i
 keeps in registers what their gradients need, and runs the adjoint recurrence. All loads of a piece come first, all its
 stores last. The gradients of keys and queries are sums over all channels: each program writes its part, and `gather`
 adds the parts in a fixed order, so that the result is the same in every run.
-
-A gradient whose tensor is None is neither computed nor stored.
 """
 
 import triton
@@ -96,14 +94,6 @@ def _step_back(
 
 
 @triton.jit
-def _round(value, gradients):
-    """A gradient of a token in the type of the tensor that holds such gradients, if there is one."""
-    if gradients is not None:
-        value = value.to(gradients.dtype.element_ty)
-    return value
-
-
-@triton.jit
 def _walk_back(
     h, g, d_rates, values, entries, d_outputs, d_x, d_rate, d_prepared, first, output_step, rates, wide, e, D, STEP,
     LONGHORN: tl.constexpr, EVEN: tl.constexpr, VECTOR: tl.constexpr, TOKENS: tl.constexpr,
@@ -126,8 +116,7 @@ def _walk_back(
         else:
             kept = kept + (h,)
             h = advance(h, x_t, rate_t, key, norm_t, rates, LONGHORN)
-        if d_prepared is not None:
-            d_queries = d_queries + (_within_threads(d_outputs[i].to(tl.float32)[:, None, :] * h, VECTOR),)
+        d_queries = d_queries + (_within_threads(d_outputs[i].to(tl.float32)[:, None, :] * h, VECTOR),)
     d_values = ()
     d_entries = ()
     for i in tl.static_range(TOKENS - 1, -1, -1):
@@ -135,23 +124,17 @@ def _walk_back(
             g, d_rates, kept[i], factors[i], d_outputs[i].to(tl.float32), values[i][0].to(tl.float32),
             values[i][1].to(tl.float32), entries[i][0], entries[i][1], rates, LONGHORN, VECTOR,
         )  # fmt: skip
-        d_values = ((_round(d_x_t, d_x), _round(d_rate_t, d_rate)),) + d_values
-        if d_prepared is not None:
-            d_entries = (tl.join(d_key, d_queries[i]),) + d_entries
-    if d_prepared is not None:
-        d_prepared += first * (2 * STATE * STEP)
-        place = e[:, :, None, None] + STATE * tl.arange(0, 2)[None, None, :, None]
-        place += (2 * STATE * STEP) * tl.arange(0, TOKENS)[None, None, None, :]
-        tl.store(d_prepared + place, tl.sum(_stack(d_entries, TOKENS), 2))
-    if d_x is not None:
-        d_x += first * output_step
-    if d_rate is not None:
-        d_rate += first * output_step
+        d_values = ((d_x_t.to(d_x.dtype.element_ty), d_rate_t.to(d_rate.dtype.element_ty)),) + d_values
+        d_entries = (tl.join(d_key, d_queries[i]),) + d_entries
+    d_prepared += first * (2 * STATE * STEP)
+    place = e[:, :, None, None] + STATE * tl.arange(0, 2)[None, None, :, None]
+    place += (2 * STATE * STEP) * tl.arange(0, TOKENS)[None, None, None, :]
+    tl.store(d_prepared + place, tl.sum(_stack(d_entries, TOKENS), 2))
+    d_x += first * output_step
+    d_rate += first * output_step
     for i in tl.static_range(TOKENS):
-        if d_x is not None:
-            store_channels(d_x + i * output_step, wide, D, d_values[i][0], EVEN)
-        if d_rate is not None:
-            store_channels(d_rate + i * output_step, wide, D, d_values[i][1], EVEN)
+        store_channels(d_x + i * output_step, wide, D, d_values[i][0], EVEN)
+        store_channels(d_rate + i * output_step, wide, D, d_values[i][1], EVEN)
     return g, d_rates
 
 
@@ -160,7 +143,7 @@ def backward(
     x, rate, prepared, A, cu_seqlens, sequence_of, products, ends, checkpoints, scratch, d_output, d_final,
     d_x, d_rate, d_prepared, d_A, d_initial,
     T, D, tokens, output_rows, A_half, x_row, x_token, rate_row, rate_token,
-    HAS_FINAL: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, LONGHORN: tl.constexpr,
+    HAS_FINAL: tl.constexpr, REVERSE: tl.constexpr, LONGHORN: tl.constexpr,
     SPAN: tl.constexpr, CHECKPOINT: tl.constexpr, EVEN: tl.constexpr,
     P: tl.constexpr, Q: tl.constexpr, BLOCK_D: tl.constexpr, VECTOR: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
@@ -171,7 +154,7 @@ def backward(
     """
     slot = (tl.program_id(0) // tl.cdiv(D, BLOCK_D)).to(tl.int64)
     block = (tl.program_id(0) % tl.cdiv(D, BLOCK_D)).to(tl.int64)
-    n, row, length, first_slot, token, live, done = find_part(slot, T, cu_seqlens, sequence_of, PACKED, SPAN, REVERSE)
+    n, row, length, first_slot, token, live, done = find_part(slot, T, cu_seqlens, sequence_of, SPAN, REVERSE)
     d, wide, e = find_tile(D, P, Q, BLOCK_D)
     STEP = direction(REVERSE)
     STATE: tl.constexpr = P * Q
@@ -188,18 +171,15 @@ def backward(
     rates = g
     if not LONGHORN:
         rates = load_rates(A, A_half, e, d, D, REVERSE, EVEN, VECTOR)
-    d_rates = g * 0.0  # of A; not used, and so not computed, where no gradient of A is stored
+    d_rates = g * 0.0  # of A; not used, and so not computed, for Longhorn
     x += row * x_row + token * x_token
     rate += row * rate_row + token * rate_token
     prepared += (row * T + token) * row_of(STATE, LONGHORN)
     d_output += (row % output_rows * T + token) * D
-    if d_x is not None:
-        d_x += (row * T + token) * D
-    if d_rate is not None:
-        d_rate += (row * T + token) * D
-    if d_prepared is not None:
-        d_prepared += (block * tokens + row * T + token) * (2 * STATE)  # partial sums: [blocks, tokens, 2, P Q]
-    checkpoints += (first_checkpoint(n, T, cu_seqlens, PACKED, CHECKPOINT) + done // CHECKPOINT) * STATE * D
+    d_x += (row * T + token) * D
+    d_rate += (row * T + token) * D
+    d_prepared += (block * tokens + row * T + token) * (2 * STATE)  # partial sums: [blocks, tokens, 2, P Q]
+    checkpoints += (first_checkpoint(n, T, cu_seqlens, CHECKPOINT) + done // CHECKPOINT) * STATE * D
     scratch += tl.program_id(0).to(tl.int64) * (CHECKPOINT // TOKENS * STATE * BLOCK_D)
     own = tl.arange(0, BLOCK_D)
     x_step = (zero + x_token) * STEP

@@ -31,7 +31,7 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
 @triton.jit
-def find_part(slot, T, cu_seqlens, sequence_of, PACKED: tl.constexpr, SPAN: tl.constexpr, REVERSE: tl.constexpr):
+def find_part(slot, T, cu_seqlens, sequence_of, SPAN: tl.constexpr, REVERSE: tl.constexpr):
     """This program's part of a sequence, in the order of reading; the whole sequence if SPAN is 0.
 
     `sequence_of` has the number of the sequence of each slot, where sequences are packed. Returns the number of the
@@ -39,11 +39,11 @@ def find_part(slot, T, cu_seqlens, sequence_of, PACKED: tl.constexpr, SPAN: tl.c
     tokens before it.
     """
     n = slot
-    if PACKED:
+    if cu_seqlens is not None:
         n = tl.load(sequence_of + slot).to(tl.int64)
     elif SPAN > 0:
         n = slot // tl.cdiv(T, SPAN)
-    row, start, end, first = sequence(n, T, cu_seqlens, PACKED, SPAN if SPAN > 0 else 1)
+    row, start, end, first = sequence(n, T, cu_seqlens, cu_seqlens is not None, SPAN if SPAN > 0 else 1)
     length = (end - start).to(tl.int32)
     done = length * 0
     live = length
@@ -54,9 +54,9 @@ def find_part(slot, T, cu_seqlens, sequence_of, PACKED: tl.constexpr, SPAN: tl.c
 
 
 @triton.jit
-def first_checkpoint(n, T, cu_seqlens, PACKED: tl.constexpr, CHECKPOINT: tl.constexpr):
+def first_checkpoint(n, T, cu_seqlens, CHECKPOINT: tl.constexpr):
     """The index of a sequence's first checkpoint."""
-    return sequence(n, T, cu_seqlens, PACKED, CHECKPOINT)[3]
+    return sequence(n, T, cu_seqlens, cu_seqlens is not None, CHECKPOINT)[3]
 
 
 @triton.jit
@@ -218,13 +218,13 @@ def _take(
 def forward(
     x, rate, prepared, A, initial, cu_seqlens, sequence_of, products, ends, output, final, checkpoints,
     T, D, A_half, x_row, x_token, rate_row, rate_token,
-    HAS_INITIAL: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, LONGHORN: tl.constexpr,
+    HAS_INITIAL: tl.constexpr, REVERSE: tl.constexpr, LONGHORN: tl.constexpr,
     SAVE: tl.constexpr, SPAN: tl.constexpr, CHECKPOINT: tl.constexpr, EVEN: tl.constexpr,
     P: tl.constexpr, Q: tl.constexpr, BLOCK_D: tl.constexpr, VECTOR: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """The outputs and the final state; if SAVE, also the state before every CHECKPOINT-th token."""
     slot = (tl.program_id(0) // tl.cdiv(D, BLOCK_D)).to(tl.int64)
-    n, row, length, first_slot, token, live, done = find_part(slot, T, cu_seqlens, sequence_of, PACKED, SPAN, REVERSE)
+    n, row, length, first_slot, token, live, done = find_part(slot, T, cu_seqlens, sequence_of, SPAN, REVERSE)
     d, wide, e = find_tile(D, P, Q, BLOCK_D)
     STEP = direction(REVERSE)
     STATE: tl.constexpr = P * Q
@@ -245,7 +245,7 @@ def forward(
     prepared += (row * T + token) * row_of(STATE, LONGHORN)
     output += (row * T + token) * D
     if SAVE:
-        checkpoints += (first_checkpoint(n, T, cu_seqlens, PACKED, CHECKPOINT) + done // CHECKPOINT) * STATE * D
+        checkpoints += (first_checkpoint(n, T, cu_seqlens, CHECKPOINT) + done // CHECKPOINT) * STATE * D
     x_step = (zero + x_token) * STEP
     rate_step = (zero + rate_token) * STEP
     output_step = (zero + D) * STEP
@@ -298,8 +298,7 @@ def _compose(
 def summarize(
     x, rate, prepared, A, cu_seqlens, sequence_of, products, ends,
     T, D, A_half, x_row, x_token, rate_row, rate_token,
-    PACKED: tl.constexpr, REVERSE: tl.constexpr, LONGHORN: tl.constexpr, ADJOINT: tl.constexpr, SPAN: tl.constexpr,
-    EVEN: tl.constexpr,
+    REVERSE: tl.constexpr, LONGHORN: tl.constexpr, ADJOINT: tl.constexpr, SPAN: tl.constexpr, EVEN: tl.constexpr,
     P: tl.constexpr, Q: tl.constexpr, BLOCK_D: tl.constexpr, VECTOR: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """What a part of a sequence does to a state: the product of its decays, and the final state for zero as the first.
@@ -308,7 +307,7 @@ def summarize(
     output.
     """
     slot = (tl.program_id(0) // tl.cdiv(D, BLOCK_D)).to(tl.int64)
-    _, row, length, _, token, live, done = find_part(slot, T, cu_seqlens, sequence_of, PACKED, SPAN, REVERSE)
+    _, row, length, _, token, live, done = find_part(slot, T, cu_seqlens, sequence_of, SPAN, REVERSE)
     # The last part is not needed (ADJOINT: the first), as no part comes after it.
     live = tl.where(done > 0 if ADJOINT else done + live < length, live, 0)
     d, wide, e = find_tile(D, P, Q, BLOCK_D)

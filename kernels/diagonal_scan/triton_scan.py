@@ -148,12 +148,7 @@ def _plan(x: Tensor, key: Tensor, A: Tensor | None, cu_seqlens: Tensor | None, r
     if span:
         slots = count_slots(batch, tokens, span, cu_seqlens)
         sequence_of = sequence_of_slots(slots, span, tokens, cu_seqlens)
-    constants: dict[str, Any] = {
-        "PACKED": cu_seqlens is not None,
-        "REVERSE": reverse,
-        "LONGHORN": A is None,
-        "SPAN": span,
-    }
+    constants: dict[str, Any] = {"REVERSE": reverse, "LONGHORN": A is None, "SPAN": span}
     return _Plan(width, sequences, slots, sequence_of, constants)
 
 
@@ -253,40 +248,21 @@ def diagonal_scan_backward(
     d_output: Tensor,
     d_final: Tensor | None,
     reverse: int,
-    wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of x, rate, key, query, A and the initial state (in float32), empty for those not wanted.
-
-    `wanted` is about the first five. A key or query alone is not cheaper than both: both are computed.
-    """
-    d_x, d_rate, d_key, d_query = _allocate_gradients(x, rate, key, query, wanted)
+    """The gradients of x, rate, key, query, A (empty without it) and the initial state (in float32)."""
+    d_x, d_rate, d_key, d_query = (tensor.new_empty(tensor.shape) for tensor in (x, rate, key, query))
     d_A, d_initial = differentiate_scan(
-        x, rate, key, query, A, cu_seqlens, checkpoints, d_output, d_final, reverse,
-        d_x if wanted[0] else None, d_rate if wanted[1] else None, (d_key, d_query) if any(wanted[2:4]) else None,
-        wanted[4],
-    )  # fmt: skip
+        x, rate, key, query, A, cu_seqlens, checkpoints, d_output, d_final, reverse, d_x, d_rate, d_key, d_query
+    )
     return d_x, d_rate, d_key, d_query, d_A, d_initial
-
-
-def _allocate_gradients(
-    x: Tensor, rate: Tensor, key: Tensor, query: Tensor, wanted: list[bool]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Buffers for the gradients of tokens, empty for those that are not computed."""
-
-    def like(tensor: Tensor, needed: bool) -> Tensor:
-        return tensor.new_empty(tensor.shape if needed else (0,))
-
-    either = any(wanted[2:4])
-    return like(x, wanted[0]), like(rate, wanted[1]), like(key, either), like(query, either)
 
 
 def differentiate_scan(
     x: Tensor, rate: Tensor, key: Tensor, query: Tensor, A: Tensor | None, cu_seqlens: Tensor | None,
     checkpoints: Tensor, d_output: Tensor, d_final: Tensor | None, reverse: int,
-    d_x: Tensor | None, d_rate: Tensor | None, d_key_and_query: tuple[Tensor, Tensor] | None,
-    wants_A: bool,
+    d_x: Tensor, d_rate: Tensor, d_key: Tensor, d_query: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Writes the gradients of tokens that have a tensor; returns those of A (empty if not wanted) and the state.
+    """Writes the gradients of tokens; returns those of A (empty without it) and the state.
 
     Rows of the gradients of key and query have the same stride. A `d_output` with half as many rows as x is the
     gradient of both halves.
@@ -298,9 +274,8 @@ def differentiate_scan(
     A = None if A is None else A.contiguous()
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
     plan = _plan(x, key, A, cu_seqlens, reverse)
-    wants_A = wants_A and A is not None
     d_initial = _allocate_states(x, key, plan.sequences)
-    d_A = x.new_empty((plan.slots if wants_A else 0, plan.width, channels), dtype=torch.float32)
+    d_A = x.new_empty((0 if A is None else plan.slots, plan.width, channels), dtype=torch.float32)
     if d_initial.numel():
         prepared = _prepare(plan, key, query)
         if plan.constants["SPAN"] and d_output.shape[0] < batch:
@@ -309,9 +284,7 @@ def differentiate_scan(
         walk = plan.walk("backward", channels)
         constants = plan.launch(walk, channels)
         blocks = cdiv(channels, constants["BLOCK_D"])
-        d_prepared = None
-        if d_key_and_query is not None:
-            d_prepared = x.new_empty((blocks, batch, tokens, 2, plan.width), dtype=torch.float32)
+        d_prepared = x.new_empty((blocks, batch, tokens, 2, plan.width), dtype=torch.float32)
         pieces = (plan.slots * blocks, CHECKPOINT // walk.tokens, plan.width, constants["BLOCK_D"])
         scratch = x.new_empty(pieces, dtype=torch.float32)
         launch = find_launch(
@@ -322,25 +295,24 @@ def differentiate_scan(
         launch(
             x, rate, prepared, A, cu_seqlens, plan.sequence_of, products, ends, checkpoints, scratch,
             d_output, checkpoints if d_final is None else d_final.contiguous(),
-            d_x, d_rate, d_prepared, d_A if wants_A else None, d_initial,
+            d_x, d_rate, d_prepared, None if A is None else d_A, d_initial,
         )  # fmt: skip
-        if d_key_and_query is not None and d_key_and_query[0].numel():
-            d_key, d_query = d_key_and_query
+        if d_key.numel():
             launch = find_launch(
                 gather, x.device, cdiv(batch * tokens, GATHERED), (blocks, batch * tokens, d_key.stride(1)),
                 N=entries, WIDTH=plan.width, TOKENS=GATHERED, **launch_options(2),
             )  # fmt: skip
             launch(d_prepared, d_key, d_query)
-    if A is not None and wants_A:
+    if A is not None:
         d_A = d_A.sum(0) if A.dim() == 2 else d_A.unflatten(0, (2, -1)).sum(1)
     return d_A, d_initial
 
 
 @diagonal_scan_backward.register_fake
-def _(x, rate, key, query, A, cu_seqlens, checkpoints, d_output, d_final, reverse, wanted):
+def _(x, rate, key, query, A, cu_seqlens, checkpoints, d_output, d_final, reverse):
     state = _allocate_states(x, key, count_sequences(x.shape[0], cu_seqlens))
-    d_A = x.new_empty((0, *state.shape[1:]) if A is None or not wanted[4] else A.shape, dtype=torch.float32)
-    return *_allocate_gradients(x, rate, key, query, wanted), d_A, state
+    d_A = x.new_empty((0, *state.shape[1:]) if A is None else A.shape, dtype=torch.float32)
+    return *(tensor.new_empty(tensor.shape) for tensor in (x, rate, key, query)), d_A, state
 
 
 def _setup_context(ctx, inputs, output):
@@ -354,10 +326,8 @@ def _differentiate(ctx, d_output, d_final, d_checkpoints):
     assert ctx.saved, "the forward pass ran without saving checkpoints"
     if d_output is None:
         d_output = torch.zeros_like(x)
+    gradients = diagonal_scan_backward(x, rate, key, query, A, cu_seqlens, checkpoints, d_output, d_final, ctx.reverse)
     needed = ctx.needs_input_grad[:6]
-    gradients = diagonal_scan_backward(
-        x, rate, key, query, A, cu_seqlens, checkpoints, d_output, d_final, ctx.reverse, list(needed[:5])
-    )
     return *(gradient if need else None for gradient, need in zip(gradients, needed, strict=True)), None, None, None
 
 
@@ -386,37 +356,16 @@ def _strides(*tensors: Tensor) -> list[int]:
     return [tensor.stride(dim) for tensor in tensors for dim in (0, 1)]
 
 
-def longhorn_scan_triton(
-    x: Tensor,
-    q: Tensor,
-    k: Tensor,
-    beta: Tensor,
-    *,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    cu_seqlens: Tensor | None,
-    chunk_size: int | None,
-    reverse: Reverse,
-) -> tuple[Tensor, Tensor | None]:
-    """`longhorn_scan` in Triton. `chunk_size` is ignored: the kernels take token after token."""
-    return _scan(x, beta, k, q, None, initial_state, output_final_state, cu_seqlens, reverse)
+def longhorn_scan_triton(x: Tensor, q: Tensor, k: Tensor, beta: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
+    """`longhorn_scan` in Triton."""
+    return _scan(x, beta, k, q, None, **options)
 
 
 def selective_scan_triton(
-    x: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    cu_seqlens: Tensor | None,
-    chunk_size: int | None,
-    reverse: Reverse,
+    x: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """`selective_scan` in Triton. `chunk_size` is ignored: the kernels take token after token."""
-    return _scan(x, delta, B, C, A, initial_state, output_final_state, cu_seqlens, reverse)
+    """`selective_scan` in Triton."""
+    return _scan(x, delta, B, C, A, **options)
 
 
 def _scan(
@@ -425,12 +374,17 @@ def _scan(
     key: Tensor,
     query: Tensor,
     A: Tensor | None,
+    *,
     initial_state: Tensor | None,
     output_final_state: bool,
     cu_seqlens: Tensor | None,
+    chunk_size: int | None,
     reverse: Reverse,
 ) -> tuple[Tensor, Tensor | None]:
-    """`diagonal_scan` for A and states in the user's layout, [D, N] or [2, D, N] and [B or segments, D, N]."""
+    """`diagonal_scan` for A and states in the user's layout, [D, N] or [2, D, N] and [B or segments, D, N].
+
+    `chunk_size` is ignored: the kernels take token after token.
+    """
     tensors = (x, rate, key, query, A, initial_state)
     save = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
     entries = key.shape[2]

@@ -41,7 +41,6 @@ from longseq.kernels.dispatch import is_exporting
 from longseq.kernels.linear_attention.reference import repeat_keys
 from longseq.kernels.once_differentiable import once_differentiable
 from longseq.kernels.precision import without_autocast
-from longseq.kernels.reading import Reverse
 from longseq.kernels.recurrence import Sequences, run_padded, run_recurrence
 
 
@@ -53,16 +52,10 @@ def linear_attention_chunk(
     g: Tensor | None,
     g_value: Tensor | None,
     scale: float,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    cu_seqlens: Tensor | None,
     chunk_size: int,
-    reverse: Reverse,
+    **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """`linear_attention` in chunks; saves its inputs and the states between chunks for the backward.
-
-    What no wanted gradient needs is neither saved nor computed.
-    """
+    """`linear_attention` in chunks; saves its inputs and the states between chunks for the backward."""
     q, k = repeat_keys(q, k, v)
 
     def core(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,13 +64,10 @@ def linear_attention_chunk(
     return run_recurrence(
         core,
         (q, k, v, g, g_value),
-        initial_state,
-        (*k.shape[2:], v.shape[3]),
+        state_shape=(*k.shape[2:], v.shape[3]),
         output_dtype=v.dtype,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
         unpack=run_padded,
-        reverse=reverse,
+        **options,
     )
 
 
@@ -135,17 +125,6 @@ def _scripted(
     return output, final
 
 
-class _Wanted(NamedTuple):
-    """Whether each input needs its gradient."""
-
-    q: bool
-    k: bool
-    v: bool
-    g: bool
-    g_value: bool
-    state: bool
-
-
 class _LinearAttention(torch.autograd.Function):
     """The eager form. Saves its inputs and the states before each chunk; recomputes the rest."""
 
@@ -153,28 +132,17 @@ class _LinearAttention(torch.autograd.Function):
     def forward(ctx, q, k, v, g, g_value, state, scale, chunk_size):
         output, final, states = _forward(Inputs(q, k, v, g, g_value), state, scale, chunk_size)
         ctx.scale, ctx.chunk_size = scale, fit_chunk_size(chunk_size, q.shape[1])
-        ctx.dtypes = q.dtype, k.dtype, v.dtype
-        # Results are linear in each of q, k, v and the state, so that its gradient does not depend on itself.
-        wanted = _Wanted(*ctx.needs_input_grad[:6])
-        gated = wanted.g or wanted.g_value
-        ctx.save_for_backward(
-            q if any(wanted[1:]) else None,
-            k if gated or wanted.q or wanted.v else None,
-            v if gated or wanted.q or wanted.k else None,
-            g,
-            g_value,
-            states if gated or wanted.q else None,
-        )
+        ctx.save_for_backward(q, k, v, g, g_value, states)
         # The caller may change results in place, which autograd refuses for views.
         return output.detach(), final.detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_output, d_final):
-        wanted = _Wanted(*ctx.needs_input_grad[:6])
-        arguments: tuple[Any, ...] = (ctx.scale, ctx.chunk_size, ctx.dtypes, d_output, d_final)
+        *inputs, states = ctx.saved_tensors
         with without_autocast(d_output):
-            return (*_backward(wanted, ctx.saved_tensors, *arguments), None, None)
+            grads = _backward(Inputs(*inputs), states, ctx.scale, ctx.chunk_size, d_output, d_final)
+        return *grads, None, None
 
 
 def _forward(inputs: Inputs, state: Tensor, scale: float, chunk_size: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -258,103 +226,63 @@ def _chunk_step(state: Tensor, update: Tensor, whole: Tensor) -> list[Tensor]:
 
 
 def _backward(
-    wanted: _Wanted,
-    saved: tuple[Any, ...],
-    scale: float,
-    chunk_size: int,
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
-    d_output: Tensor,
-    d_final: Tensor,
+    inputs: Inputs, states: Tensor, scale: float, chunk_size: int, d_output: Tensor, d_final: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of q, k, v, g, g_value and the initial state; None for those that are not wanted.
-
-    What was not saved is None. `dtypes` are those of q, k and v.
-    """
-    q, k, v, g, g_value, states = saved
-    chunks = -(-d_output.shape[1] // chunk_size)
-
-    def split(x: Tensor | None) -> Any:
-        if x is None:
-            return None
-        x = x.unsqueeze(-1) if x.dim() == 3 else x
-        return split_chunks(x, d_final.dtype, chunks, chunk_size).flatten(0, 1)
-
-    query, key, value, gate, value_gate, d_out = (split(x) for x in (q, k, v, g, g_value, d_output))
+    """Gradients of q, k, v, g, g_value and the initial state; None for a gate that is not given."""
+    batch, tokens = d_output.shape[:2]
+    chunks = -(-tokens // chunk_size)
+    d_out = split_chunks(d_output, d_final.dtype, chunks, chunk_size).flatten(0, 1)
+    chunked = _split(inputs, scale, d_final.dtype, chunks, chunk_size)
+    flat: Any = (None if x is None else x.flatten(0, 1) for x in chunked)
+    query, key, value, gate, value_gate = flat
     since, until, whole = _decays(gate)
     value_since, value_until, value_whole = _decays(value_gate)
-    d_read = times(d_out, value_since)
-    if states is not None:
-        states = states.flatten(0, 1)
-    if query is not None:
-        query = query if scale == 1.0 else query * scale
-        query_since = times(query, since)
-        state_decay = value_whole if whole is None else whole.mT
-        d_state, d_after = _state_pass_backward(d_final.flatten(0, 1), query_since.mT @ d_read, state_decay)
+    d_read, states = times(d_out, value_since), states.flatten(0, 1)
+    query_since, key_until, value_until_end = times(query, since), times(key, until), times(value, value_until)
+    state_decay = value_whole if whole is None else whole.mT
+    d_state, d_after = _state_pass_backward(d_final.flatten(0, 1), query_since.mT @ d_read, state_decay)
 
-    if wanted.q or wanted.g:
-        d_query = d_read @ states.mT
-    if wanted.k or wanted.g or wanted.g_value:
-        value_until_end = times(value, value_until)
-    if wanted.k or wanted.g:
-        d_key = value_until_end @ d_after.mT
-    if wanted.v or wanted.g or wanted.g_value:
-        key_until = times(key, until)
-    if wanted.v or wanted.g_value:
-        d_value = key_until @ d_after
-    if wanted.g and whole is not None:
+    d_query = d_read @ states.mT
+    d_key = value_until_end @ d_after.mT
+    d_value = key_until @ d_after
+    d_gate: Any = None
+    if whole is not None:
         d_gate = _sum_to(reverse_cumsum(d_query * query_since).add_(earlier_sum(d_key * key_until)), gate)
         d_gate += _sum_to((states * d_after).sum(-1).unsqueeze(-2), gate) * whole
-    if wanted.g_value:
+    if value_whole is not None:
         d_gate = reverse_cumsum(d_read * (query @ states)).add_(earlier_sum(d_value * value_until_end))
         d_gate += (states * d_after).sum(-2, keepdim=True) * value_whole
-    into_query, into_key, into_value, into_gate = _inner_backward(wanted, query, key, value, gate, value_gate, d_out)
+    into_query, into_key, into_value, into_gate = _inner_backward(query, key, value, gate, value_gate, d_out)
 
+    q, k, v, g, g_value = inputs
     return (
-        join_like(times(d_query, since).add_(into_query).mul_(scale), k, dtypes[0]) if wanted.q else None,
-        join_like(times(d_key, until).add_(into_key), q, dtypes[1]) if wanted.k else None,
-        join_like(times(d_value, value_until).add_(into_value), d_output, dtypes[2]) if wanted.v else None,
-        join_like(d_gate.add_(into_gate), g) if wanted.g else None,
-        join_like(d_gate.add_(into_gate), g_value) if wanted.g_value else None,
-        d_state.unflatten(0, (d_output.shape[0], -1)) if wanted.state else None,
+        join_like(times(d_query, since).add_(into_query).mul_(scale), q),
+        join_like(times(d_key, until).add_(into_key), k),
+        join_like(times(d_value, value_until).add_(into_value), v),
+        None if g is None else join_like(d_gate.add_(into_gate), g),
+        None if g_value is None else join_like(d_gate.add_(into_gate), g_value),
+        d_state.unflatten(0, (batch, -1)),
     )
 
 
 def _inner_backward(
-    wanted: _Wanted, query: Any, key: Any, value: Any, gate: Tensor | None, value_gate: Tensor | None, d_output: Tensor
+    query: Any, key: Any, value: Any, gate: Tensor | None, value_gate: Tensor | None, d_output: Tensor
 ) -> tuple[Any, ...]:
-    """Gradients of query, key, value and gate that pass through `_inner`; None for those that are not wanted."""
-    d_products: Any = None
-    d_query = d_key = d_value = d_gate = None
+    """Gradients of query, key, value and gate that pass through `_inner`; None for the gate if there is none."""
     if value_gate is not None:
-        if wanted.q or wanted.k:
-            d_products = decayed_products(d_output, value, value_gate)
-        if wanted.v or wanted.g_value:
-            d_value, d_gate = decayed_sums_backward(query @ key.mT, value, value_gate, d_output, wanted.g_value)
-        return *_products_backward(wanted, query, key, d_products), d_value, d_gate
-    if wanted.q or wanted.k or wanted.g:
-        d_products = (d_output @ value.mT).tril_()
+        d_products = decayed_products(d_output, value, value_gate)
+        gradients = decayed_sums_backward(query @ key.mT, value, value_gate, d_output)
+        return d_products @ key, d_products.mT @ query, *gradients
+    d_products = (d_output @ value.mT).tril_()
     if gate is not None and gate.shape[-1] > 1:
-        if wanted.v:
-            d_value = decayed_products(query, key, gate).mT @ d_output
-        if d_products is not None:
-            wants = wanted.q, wanted.k, wanted.g
-            d_query, d_key, d_gate = decayed_products_backward(query, key, gate, d_products, *wants)
-        return d_query, d_key, d_value, d_gate
+        d_value = decayed_products(query, key, gate).mT @ d_output
+        d_query, d_key, into_gate = decayed_products_backward(query, key, gate, d_products)
+        return d_query, d_key, d_value, into_gate
     decay = None if gate is None else decay_matrix(gate)
-    if wanted.v or wanted.g:
-        products = times((query @ key.mT).tril_(), decay)
-    if wanted.v:
-        d_value = products.mT @ d_output
-    if wanted.g:
-        d_gate = decay_matrix_backward(d_products * products)
-    if wanted.q or wanted.k:
-        d_products = times(d_products, decay)
-    return *_products_backward(wanted, query, key, d_products), d_value, d_gate
-
-
-def _products_backward(wanted: _Wanted, query: Any, key: Any, d_products: Any) -> tuple[Any, Any]:
-    """Gradients of query and key from that of their products."""
-    return d_products @ key if wanted.q else None, d_products.mT @ query if wanted.k else None
+    products = times((query @ key.mT).tril_(), decay)
+    d_gate = None if gate is None else decay_matrix_backward(d_products * products)
+    d_products = times(d_products, decay)
+    return d_products @ key, d_products.mT @ query, products.mT @ d_output, d_gate
 
 
 def _sum_to(x: Tensor, gate: Tensor) -> Tensor:

@@ -1,9 +1,10 @@
 """Gated linear attention as its recurrence: the definition that every other form is compared with."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from longseq.kernels.reading import Reverse
 from longseq.kernels.recurrence import Sequences, run_recurrence, run_segments, token
 
 
@@ -46,11 +47,8 @@ def linear_attention_reference(
     g: Tensor | None,
     g_value: Tensor | None,
     scale: float,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    cu_seqlens: Tensor | None,
     chunk_size: int,
-    reverse: Reverse,
+    **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """`linear_attention`, one token at a time. `chunk_size` is ignored."""
 
@@ -65,11 +63,8 @@ def linear_attention_reference(
     return run_recurrence(
         recurrence,
         (q, k, v, g, g_value),
-        initial_state,
-        (v.shape[2], k.shape[3], v.shape[3]),
+        state_shape=(v.shape[2], k.shape[3], v.shape[3]),
         output_dtype=v.dtype,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
         unpack=run_segments,
-        reverse=reverse,
+        **options,
     )

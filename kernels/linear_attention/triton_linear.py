@@ -78,17 +78,11 @@ LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
 }
 LAUNCHES |= {
     (4, width): {
-        "decay_channels": Launch(0, 0, 4, 1),
-        "score": Launch(0, 0, 4, 1),
-        "score_by_level": Launch(16, 0, 4, 1),
-        "walk": Launch(0, 0, 4, 1),
-        "read": Launch(32, 0, 4, 1),
-        "differentiate": Launch(32, 0, 8, 1),
-        "differentiate_group": Launch(32, 0, 8, 1),
-        "read_channels": Launch(32, 0, 4, 1),
-        "read_channels_by_level": Launch(16, 0, 4, 1),
-        "differentiate_channels": Launch(16, 0, 4, 1),
-        "differentiate_channels_by_level": Launch(16, 0, 4, 1),
+        **dict.fromkeys(("decay_channels", "score", "walk"), Launch(0, 0, 4, 1)),
+        **dict.fromkeys(("read", "read_channels"), Launch(32, 0, 4, 1)),
+        **dict.fromkeys(("differentiate", "differentiate_group"), Launch(32, 0, 8, 1)),
+        **dict.fromkeys(("score_by_level", "read_channels_by_level"), Launch(16, 0, 4, 1)),
+        **dict.fromkeys(("differentiate_channels", "differentiate_channels_by_level"), Launch(16, 0, 4, 1)),
     }
     for width in (64, 512)
 }
@@ -495,18 +489,13 @@ def linear_attention_backward(
     reverse: int,
     precise: bool,
     transposed: bool,
-    wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of q, k, v, g and g_value (empty where these are None) and of the first state (in float32).
-
-    Those of q, k and v are also empty where they are not `wanted` and no needed kernel computes them.
-    """
+    """The gradients of q, k, v, g and g_value (empty where these are None) and of the first state (in float32)."""
     call = _Call(Inputs(q, k, v, g, g_value), cu_seqlens, scale, reverse, precise, transposed)
     q, k, v, g, g_value = call.inputs
     plan, d_output, d_last = call.plan, evenly(d_output), None if d_final is None else d_final.contiguous()
     scores, states = _Tiles(*kept[:2]), _Tiles(*kept[2:])
-    wanted = _find_needed(plan, g, g_value, wanted)
-    d_q, d_k, d_v = _allocate_gradients(q, k, v, wanted)
+    d_q, d_k, d_v = (x.new_empty(x.shape) for x in (q, k, v))
     kernel = "differentiate_group" if plan.share > 1 else "differentiate"
     parts = cdiv(plan.key_dim, plan.block(kernel, plan.key_dim)) if plan.gate == "head" else 1
     d_g, d_g_value = _allocate_parts(parts, q, g), _allocate_parts(1, q, g_value)
@@ -515,53 +504,31 @@ def linear_attention_backward(
         values = call.decay(d_output, v, g_value, d_scores)
         d_states, d_initial = call.walk(q, values.queries, values.whole, d_last, backward=True)
         call.differentiate(d_output, v, q, k, values, scores, states, d_states, (None, d_v, d_g_value[0]))
-        if wanted[0]:
-            call.read(values.queries, k, d_scores, states, d_q, by_value=True)
-        if wanted[1]:
-            call.read(values.keys, q, d_scores, d_states, d_k, by_value=True, transposed=True)
+        call.read(values.queries, k, d_scores, states, d_q, by_value=True)
+        call.read(values.keys, q, d_scores, d_states, d_k, by_value=True, transposed=True)
     elif plan.share > 1:
         d_states, d_initial = call.walk(q, d_output, None, d_last, backward=True)
-        if wanted[2]:
-            call.read(k, d_output, scores, d_states, d_v, transposed=True)
-        if wanted[0]:
-            call.differentiate_group(d_output, states, d_states, (d_q, d_k, d_g))
+        call.read(k, d_output, scores, d_states, d_v, transposed=True)
+        call.differentiate_group(d_output, states, d_states, (d_q, d_k, d_g))
     else:
         keys = call.decay(q, k, g) if g is not None and plan.gate == "key" else None
         tiles = plan.tokens(d_output, plan.tiles(plan.value_dim)), plan.tokens(v, plan.tiles(plan.value_dim))
-        differentiated = wanted[0] or wanted[1]
-        if differentiated or plan.reads_in_walk:
-            d_scores = call.score(d_output, v, tiles)
+        d_scores = call.score(d_output, v, tiles)
         if keys is not None and plan.reads_in_walk:
             d_states, d_initial = call.walk_and_read(keys, d_output, scores, d_last, d_v, tiles=tiles[0])
         else:
             queries, side, whole = (q, k, None) if keys is None else (keys.queries, keys.keys, keys.whole)
             d_states, d_initial = call.walk(queries, d_output, whole, d_last, backward=True)
-            if wanted[2]:
-                call.read(side, d_output, scores, d_states, d_v, transposed=True)
-        if differentiated:
-            gradients = d_q if wanted[0] else None, d_k if wanted[1] else None, d_g
-            call.differentiate(q, k, *tiles, keys, d_scores, states, d_states, gradients)
+            call.read(side, d_output, scores, d_states, d_v, transposed=True)
+        call.differentiate(q, k, *tiles, keys, d_scores, states, d_states, (d_q, d_k, d_g))
     return d_q, d_k, d_v, _add_up(d_g, g), _add_up(d_g_value, g_value), d_initial
 
 
 @linear_attention_backward.register_fake
-def _(q, k, v, g, g_value, cu_seqlens, kept, d_output, d_final, scale, reverse, precise, transposed, wanted):
+def _(q, k, v, g, g_value, cu_seqlens, kept, d_output, d_final, scale, reverse, precise, transposed):
     plan = _plan(Inputs(q, k, v, g, g_value), cu_seqlens, precise)
-    gates = (q.new_empty((0,)) if x is None else x.new_empty(x.shape) for x in (g, g_value))
-    gradients = _allocate_gradients(q, k, v, _find_needed(plan, g, g_value, wanted))
-    return *gradients, *gates, plan.state(v, transposed)
-
-
-def _find_needed(plan: _Plan, g: Tensor | None, g_value: Tensor | None, wanted: list[bool]) -> list[bool]:
-    """Which of q, k and v get gradients: the wanted ones, and those that a kernel computes that must run anyway."""
-    q, k, v = wanted
-    if plan.share > 1:
-        q = k = q or k or g is not None
-    return [q, k or g is not None, v or g_value is not None or plan.reads_in_walk]
-
-
-def _allocate_gradients(q: Tensor, k: Tensor, v: Tensor, needed: list[bool]) -> tuple[Tensor, ...]:
-    return tuple(x.new_empty(x.shape if need else 0) for x, need in zip((q, k, v), needed, strict=True))
+    gradients = (q.new_empty((0,)) if x is None else x.new_empty(x.shape) for x in (q, k, v, g, g_value))
+    return *gradients, plan.state(v, transposed)
 
 
 def _allocate_parts(parts: int, q: Tensor, gate: Tensor | None) -> Tensor:
@@ -590,10 +557,12 @@ def _differentiate(ctx, d_output, d_final, *_):
     if d_output is None:
         d_output = v.new_zeros(v.shape, dtype=ctx.output_dtype)
     d_q, d_k, d_v, d_g, d_g_value, d_initial = linear_attention_backward(
-        q, k, v, g, g_value, cu_seqlens, kept, d_output, d_final, *ctx.options, list(ctx.needs_input_grad[:3])
+        q, k, v, g, g_value, cu_seqlens, kept, d_output, d_final, *ctx.options
     )
     return (
-        *(d if need else None for d, need in zip((d_q, d_k, d_v), ctx.needs_input_grad, strict=False)),
+        d_q,
+        d_k,
+        d_v,
         None if g is None else d_g,
         None if g_value is None else d_g_value,
         None if ctx.initial_dtype is None else d_initial.to(ctx.initial_dtype),

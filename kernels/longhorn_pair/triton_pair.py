@@ -180,7 +180,7 @@ def longhorn_pair_backward(
     d_key, d_query = _keys_and_queries(d_selected, selection, rate)
     dx, d_rates = x.new_empty(x.shape), rates.new_empty(rates.shape)
     differentiate_scan(
-        x, rates, key, query, None, None, checkpoints, d_scanned, None, BOTH_WAYS, dx, d_rates, (d_key, d_query), False
+        x, rates, key, query, None, None, checkpoints, d_scanned, None, BOTH_WAYS, dx, d_rates, d_key, d_query
     )
     d_rate, d_rate_offset = _differentiate_rates(selected, rate, rates, d_rates, d_selected, chosen, weighs)
     rows, d_rows = x.view(2, -1, x.shape[-1]), d_selected.view(2, -1, selected.shape[-1])

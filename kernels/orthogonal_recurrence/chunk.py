@@ -46,7 +46,6 @@ from longseq.kernels.orthogonal_recurrence.reference import (
     normalise_columns,
 )
 from longseq.kernels.precision import without_autocast
-from longseq.kernels.reading import Reverse
 from longseq.kernels.recurrence import Sequences, run_padded, run_recurrence
 
 
@@ -61,16 +60,10 @@ def orthogonal_recurrence_chunk(
     normalize: bool,
     threshold: Tensor | None,
     scale: float,
-    initial_state: Tensor,
-    output_final_state: bool,
-    cu_seqlens: Tensor | None,
     chunk_size: int,
-    reverse: Reverse,
+    **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """`orthogonal_recurrence`; saves its inputs and the states before every √n of the n chunks for the backward.
-
-    Gradients that are not wanted are not computed. All but q enter the states, on which every gradient depends.
-    """
+    """`orthogonal_recurrence`; saves its inputs and the states before every √n of the n chunks for the backward."""
     unit = has_unit_columns(objective, normalize)
 
     def core(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,13 +82,10 @@ def orthogonal_recurrence_chunk(
     return run_recurrence(
         core,
         (q, k, v, gamma, g, threshold),
-        initial_state,
-        (),
+        state_shape=(),
         output_dtype=v.dtype,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
         unpack=run_padded,
-        reverse=reverse,
+        **options,
     )
 
 
@@ -159,23 +149,6 @@ def _scripted(
     return join_chunks(torch.stack(outputs), batch, heads, tokens), running.reshape(state.shape)
 
 
-class _Wanted(NamedTuple):
-    """Whether each input needs its gradient."""
-
-    q: bool
-    k: bool
-    v: bool
-    gamma: bool
-    g: bool
-    threshold: bool
-    state: bool
-
-    @property
-    def through_states(self) -> bool:
-        """Any gradient that passes through the states: any but q's."""
-        return any(self[1:])
-
-
 class _OrthogonalRecurrence(torch.autograd.Function):
     """The eager form. Saves its inputs and every √n-th state; recomputes the states between them."""
 
@@ -192,9 +165,8 @@ class _OrthogonalRecurrence(torch.autograd.Function):
                 kept.append(running)
             output, running, _ = step(running, objective, unit, *_at(xs, i))
             outputs.append(output)
-        needs_query = _Wanted(*ctx.needs_input_grad[:7]).through_states
-        ctx.save_for_backward(q if needs_query else None, k, v, gamma, g, threshold, torch.stack(kept))
-        ctx.options = q.dtype, objective, unit, scale, chunk_size
+        ctx.save_for_backward(q, k, v, gamma, g, threshold, torch.stack(kept))
+        ctx.options = objective, unit, scale, chunk_size
         # The caller may change results in place, which autograd refuses for views.
         output = join_chunks(torch.stack(outputs), batch, heads, tokens)
         return output.detach(), running.reshape(state.shape).detach()
@@ -202,17 +174,16 @@ class _OrthogonalRecurrence(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, d_output, d_final):
-        wanted = _Wanted(*ctx.needs_input_grad[:7])
-        arguments: tuple[Any, ...] = (ctx.saved_tensors, *ctx.options, d_output, d_final)
+        *inputs, kept = ctx.saved_tensors
+        arguments: tuple[Any, ...] = (*ctx.options, d_output, d_final)
         with without_autocast(d_final):
-            grads = _backward(wanted, *arguments)
-        return (*grads, None, None, None, None)
+            grads = _backward(Inputs(*inputs), kept, *arguments)
+        return *grads, None, None, None, None
 
 
 def _backward(
-    wanted: _Wanted,
-    saved: tuple[Any, ...],
-    query_dtype: torch.dtype,
+    inputs: Inputs,
+    kept: Tensor,
     objective: str,
     unit: bool,
     scale: float,
@@ -220,14 +191,10 @@ def _backward(
     d_output: Tensor,
     d_final: Tensor,
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of q, k, v, gamma, g, threshold and the initial state; None for those that are not wanted.
-
-    q is None where its own gradient alone is wanted: no state depends on it.
-    """
-    q, k, v, gamma, g, threshold, kept = saved
-    q = k if q is None else q  # any tensor of its shape: what it gives is not read
+    """Gradients of the inputs and of the initial state; None for inputs that are not given."""
+    q, k, v, gamma, g, threshold = inputs
     chunks = -(-q.shape[1] // chunk_size)
-    xs = _split(Inputs(q, k, v, gamma, g, threshold), scale, kept.dtype, chunks, chunk_size)
+    xs = _split(inputs, scale, kept.dtype, chunks, chunk_size)
     d_chunks = split_chunks(d_output, kept.dtype, chunks, chunk_size)
     step, step_backward = _forms(chunk_size)
     d_state, every, grads = d_final.flatten(0, 1), balanced_chunk_size(chunks), []
@@ -238,22 +205,22 @@ def _backward(
             steps.append((state, after, parts))
             state = after
         for i in reversed(segment):
-            d_state, *own = step_backward(wanted, *steps.pop(), objective, unit, d_chunks[i], d_state, *_at(xs, i))
+            d_state, *own = step_backward(*steps.pop(), objective, unit, d_chunks[i], d_state, *_at(xs, i))
             grads.append(own)
     stacked: Any = (None if x[0] is None else torch.stack(x[::-1]) for x in zip(*grads, strict=True))
     d_q, d_k, d_v, d_gamma, d_gate, d_shrink = stacked
-    if wanted.g and chunk_size == 1:
+    if g is not None and chunk_size == 1:
         d_gate = d_gate * xs[4]
-    if wanted.gamma and threshold is not None:
+    if threshold is not None:
         d_gamma = d_gamma + d_shrink * split_chunks(threshold.unsqueeze(-1), kept.dtype, chunks, 1)
     return (
-        join_like(d_q.mul_(scale).flatten(0, 1), q, query_dtype) if wanted.q else None,
-        join_like(d_k.flatten(0, 1), k) if wanted.k else None,
-        join_like(d_v.flatten(0, 1), v) if wanted.v else None,
-        join_like(d_gamma.flatten(0, 1), gamma) if wanted.gamma else None,
-        join_like(d_gate.flatten(0, 1), g) if wanted.g else None,
-        join_like((d_shrink * xs[3]).flatten(0, 1), threshold) if wanted.threshold else None,
-        d_state.unflatten(0, (q.shape[0], -1)) if wanted.state else None,
+        join_like(d_q.mul_(scale).flatten(0, 1), q),
+        join_like(d_k.flatten(0, 1), k),
+        join_like(d_v.flatten(0, 1), v),
+        join_like(d_gamma.flatten(0, 1), gamma),
+        None if g is None else join_like(d_gate.flatten(0, 1), g),
+        None if threshold is None else join_like((d_shrink * xs[3]).flatten(0, 1), threshold),
+        d_state.unflatten(0, (q.shape[0], -1)),
     )
 
 
@@ -322,31 +289,21 @@ def _decoded(state: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _writes_backward(
-    wanted: _Wanted, objective: str, slots: Tensor, k: Tensor, v: Tensor, gamma: Tensor, h: Tensor, a: Tensor,
-    d_h: Any, d_c: Tensor, d_a: Tensor, d_slots: Tensor,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Gradients of k, v and gamma from those of what `_writes` returned; that of the slots is added to `d_slots`.
-
-    None for those that are not wanted.
-    """
+    objective: str, slots: Tensor, k: Tensor, v: Tensor, gamma: Tensor, h: Tensor, a: Tensor,
+    d_h: Tensor, d_c: Tensor, d_a: Tensor, d_slots: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of k, v and gamma from those of what `_writes` returned; that of the slots is added to `d_slots`."""
     if objective == "ttt":
-        return _ttt_backward(wanted, slots, k, v, gamma, h, d_h, d_c, d_slots)
+        return _ttt_backward(slots, k, v, gamma, h, d_h, d_c, d_slots)
     d_k, written = gamma * d_c, k
     if objective == "encode":
         d_a, written = d_a - d_k, k - a
-    d_v: Any = torch.baddbmm(d_h, d_a, slots.mT) if _needs_directions(wanted, objective) else None
+    d_v = torch.baddbmm(d_h, d_a, slots.mT)
     _add_products(d_slots, h, d_a)
     if objective == "decode":
         _add_products(d_slots, d_v, k, sign=-1)
-        if wanted.k:
-            d_k.baddbmm_(d_v, slots, alpha=-1)
-    d_gamma = (written * d_c).sum(-1, keepdim=True) if wanted.gamma else None
-    return d_k if wanted.k else None, d_v if wanted.v else None, d_gamma
-
-
-def _needs_directions(wanted: _Wanted, objective: str) -> bool:
-    """Whether the gradients of h are needed: h depends on v, and in two objectives on the slots and k."""
-    return wanted.v or objective in ("decode", "ttt")
+        d_k.baddbmm_(d_v, slots, alpha=-1)
+    return d_k, d_v, (written * d_c).sum(-1, keepdim=True)
 
 
 def _add_products(total: Tensor, left: Tensor, right: Tensor, *, sign: int = 1) -> None:
@@ -358,9 +315,8 @@ def _add_products(total: Tensor, left: Tensor, right: Tensor, *, sign: int = 1) 
 
 
 def _ttt_backward(
-    wanted: _Wanted, state: Tensor, k: Tensor, v: Tensor, gamma: Tensor, h: Tensor, d_h: Tensor, d_c: Tensor,
-    d_state: Tensor,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+    state: Tensor, k: Tensor, v: Tensor, gamma: Tensor, h: Tensor, d_h: Tensor, d_c: Tensor, d_state: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     direction, length = _decoded(state, k)
     d_v = d_h / length
     d_along = -(d_v * direction).sum(-1, keepdim=True)
@@ -369,9 +325,9 @@ def _ttt_backward(
     d_z = torch.addcmul(d_direction / length, direction, d_length)
     _add_products(d_state, d_z, k)
     return (
-        torch.bmm(d_z, state).addcmul_(gamma, d_c) if wanted.k else None,
-        torch.addcmul(d_v, d_along, direction) if wanted.v else None,
-        (k * d_c).sum(-1, keepdim=True) if wanted.gamma else None,
+        torch.bmm(d_z, state).addcmul_(gamma, d_c),
+        torch.addcmul(d_v, d_along, direction),
+        (k * d_c).sum(-1, keepdim=True),
     )
 
 
@@ -399,17 +355,11 @@ def _token(
 
 
 def _token_backward(
-    wanted: _Wanted, before: Tensor, after: Tensor, parts: list[Tensor], objective: str, unit: bool, d_output: Tensor,
-    d_state: Tensor,
+    before: Tensor, after: Tensor, parts: list[Tensor], objective: str, unit: bool, d_output: Tensor, d_state: Tensor,
     q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, decay: Tensor, shrink: Tensor | None = None,
 ) -> list[Tensor | None]:  # fmt: skip
-    """Gradients of the state before a token, of q, k, v, gamma, the decay and, if there is one, of the shrinkage.
-
-    None for those that are not wanted but for that of the state.
-    """
-    d_q = torch.bmm(d_output, after) if wanted.q else None
-    if not wanted.through_states:
-        return [d_state, d_q, None, None, None, None, None]
+    """Gradients of the state before a token, of q, k, v, gamma, the decay and, if there is one, of the shrinkage."""
+    d_q = torch.bmm(d_output, after)
     h, c, a, *norms = parts
     slots, lengths = _slots(before, objective, unit)
     written, present = (c, a) if lengths is None else (c / lengths, a / lengths)
@@ -419,21 +369,20 @@ def _token_backward(
     d_shrink = None
     if shrink is not None:
         sign = after.sign()
-        if wanted.gamma or wanted.threshold:
-            d_shrink = -(sign * d_state).sum((-2, -1), keepdim=True)
+        d_shrink = -(sign * d_state).sum((-2, -1), keepdim=True)
         d_state.mul_(sign.abs_().masked_fill_(shrink == 0, 1))
     d_keep = (before * d_state).sum(-2, keepdim=True)
     d_c = torch.bmm(h, d_state).addcmul_(d_keep, present, value=-1)
     d_a = -d_keep * written
     if lengths is not None:
         d_c, d_a = d_c / lengths, d_a / lengths
-    d_h = torch.bmm(written, d_state.mT) if _needs_directions(wanted, objective) else None
+    d_h = torch.bmm(written, d_state.mT)
     d_before = d_state.mul_(torch.addcmul(decay, written, present, value=-1))
     d_slots = d_before if lengths is None else torch.zeros_like(d_before)
-    d_inputs = _writes_backward(wanted, objective, slots, k, v, gamma, h, a, d_h, d_c, d_a, d_slots)
+    d_inputs = _writes_backward(objective, slots, k, v, gamma, h, a, d_h, d_c, d_a, d_slots)
     if lengths is not None:
         d_before += _slots_backward(slots, lengths, d_slots, -(d_c * written + d_a * present))
-    return [d_before, d_q, *d_inputs, d_keep.sum(-1, keepdim=True) if wanted.g else None, d_shrink]
+    return [d_before, d_q, *d_inputs, d_keep.sum(-1, keepdim=True), d_shrink]
 
 
 def _normalise_backward_(d_normalised: Tensor, normalised: Tensor, norms: Tensor) -> Tensor:
@@ -505,104 +454,81 @@ def _empty(slots: Tensor) -> Tensor:
 
 
 def _chunk_backward(
-    wanted: _Wanted, before: Tensor, after: Tensor, parts: list[Tensor], objective: str, unit: bool, d_output: Tensor,
-    d_after: Tensor,
+    before: Tensor, after: Tensor, parts: list[Tensor], objective: str, unit: bool, d_output: Tensor, d_after: Tensor,
     q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, g: Tensor,
 ) -> list[Tensor | None]:  # fmt: skip
-    """Gradients of the state before a chunk and of q, k, v, gamma and g in it, and None: there is no shrinkage.
-
-    None for those that are not wanted but for that of the state.
-    """
+    """Gradients of the state before a chunk and of q, k, v, gamma and g in it, and None: there is no shrinkage."""
     chunk, norms = _Chunk(*parts[:7]), parts[7:]
     h, c, a, x, w_x, w, b = chunk
     slots, lengths = _slots(before, objective, unit)
     into_slots, d_weights = torch.bmm(d_output, slots), torch.bmm(d_output, h.mT)
     into_state = into_slots if before is slots else torch.bmm(d_output, before)
     d_products, read = d_weights * w, q
-    d_q: Any = None
-    if wanted.q or unit:
-        d_q = torch.bmm(d_products, c) + b * into_state - w_x * into_slots
+    d_q = torch.bmm(d_products, c) + b * into_state - w_x * into_slots
     if unit:
         squared, mended, f, added, lengths_after = norms
         d_q = d_q * mended.rsqrt()
-    if not wanted.through_states:
-        return [d_after, d_q, None, None, None, None, None]
-    if unit:
         d_after = _normalise_backward_(d_after.clone(), after, lengths_after)
         read = q * mended.rsqrt()
-    needs_h = _needs_directions(wanted, objective)
     d_h, d_c, d_w_x, d_w, d_b, d_state, d_slots = _products_backward(
-        needs_h, wanted.g, before, slots, chunk, read, d_output, d_after, into_state, into_slots, d_weights, d_products
+        before, slots, chunk, read, d_output, d_after, into_state, into_slots, d_weights, d_products
     )
     d_a, d_x = torch.zeros_like(a), torch.zeros_like(a)
     if unit:
         d_squared = torch.where(mended == squared, -0.5 * d_q * q / mended, 0.0)
-        d_norms = _squared_norms_backward(needs_h, wanted.g, slots, chunk, f, added, d_squared)
+        d_norms = _squared_norms_backward(slots, chunk, f, added, d_squared)
         for total, part in zip((d_h, d_c, d_a, d_x, d_w_x, d_w, d_b), d_norms, strict=True):
-            if total is not None:
-                total += part
+            total += part
     d_x += torch.bmm(w.mT, d_w_x)
     d_c.addcmul_(d_x, a)
     d_a.addcmul_(d_x, c)
     if lengths is not None:
         d_c = d_c / lengths
-    d_inputs = _writes_backward(wanted, objective, slots, k, v, gamma, h, a, d_h, d_c, d_a, d_slots)
+    d_inputs = _writes_backward(objective, slots, k, v, gamma, h, a, d_h, d_c, d_a, d_slots)
     if lengths is not None:
         d_slots = _slots_backward(slots, lengths, d_slots, -(d_c * c).sum(-2, keepdim=True))
-    d_g = None
-    if wanted.g:
-        d_w += torch.bmm(d_w_x, x.mT)
-        d_g = decay_matrix_backward(d_w * w) + reverse_cumsum(d_b * b)
-    return [d_state + d_slots, d_q if wanted.q else None, *d_inputs, d_g, None]
+    d_w += torch.bmm(d_w_x, x.mT)
+    d_g = decay_matrix_backward(d_w * w) + reverse_cumsum(d_b * b)
+    return [d_state + d_slots, d_q, *d_inputs, d_g, None]
 
 
 def _products_backward(
-    wants_h: bool, wants_decays: bool, state: Tensor, slots: Tensor, chunk: _Chunk, read: Tensor, d_output: Tensor,
+    state: Tensor, slots: Tensor, chunk: _Chunk, read: Tensor, d_output: Tensor,
     d_after: Tensor, into_state: Tensor, into_slots: Tensor, d_weights: Tensor, d_products: Tensor,
-) -> tuple[Any, ...]:  # fmt: skip
-    """Gradients of h, c, W x, W, b, state and slots from those of the output and of the state before N.
-
-    None for those of h and of the decays W and b, where they are not wanted.
-    """
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Gradients of h, c, W x, W, b, state and slots from those of the output and of the state before N."""
     h, c, _, _, w_x, w, b = chunk
     last = w[:, -1:].mT
     written, products = torch.bmm(h, d_after), torch.bmm(read, c.mT)
-    d_h = d_w = d_b = None
-    if wants_h:
-        d_h = torch.baddbmm(last * torch.bmm(c, d_after.mT), (w * products).mT, d_output)
+    d_h = torch.baddbmm(last * torch.bmm(c, d_after.mT), (w * products).mT, d_output)
     d_c = torch.baddbmm(last * written, d_products.mT, read)
     d_state = torch.baddbmm(d_after * b[:, -1:], (b * d_output).mT, read)
     d_slots = torch.baddbmm(-d_after * w_x[:, -1:], d_output.mT, read * w_x, alpha=-1)
     d_w_x = -into_slots * read
     d_w_x[:, -1:] -= (d_after * slots).sum(-2, keepdim=True)
-    if wants_decays:
-        d_w = d_weights * products
-        d_w[:, -1] += (written * c).sum(-1)
-        d_b = (into_state * read).sum(-1, keepdim=True)
-        d_b[:, -1:] += (d_after * state).sum((-2, -1), keepdim=True)
+    d_w = d_weights * products
+    d_w[:, -1] += (written * c).sum(-1)
+    d_b = (into_state * read).sum(-1, keepdim=True)
+    d_b[:, -1:] += (d_after * state).sum((-2, -1), keepdim=True)
     return d_h, d_c, d_w_x, d_w, d_b, d_state, d_slots
 
 
 def _squared_norms_backward(
-    wants_h: bool, wants_decays: bool, slots: Tensor, chunk: _Chunk, f: Tensor, added: Tensor, d_squared: Tensor
-) -> tuple[Any, ...]:
-    """Gradients of h, c, a, x, W x, W and b from that of N; None for those of h, W and b where they are not wanted."""
+    slots: Tensor, chunk: _Chunk, f: Tensor, added: Tensor, d_squared: Tensor
+) -> tuple[Tensor, ...]:
+    """Gradients of h, c, a, x, W x, W and b from that of N."""
     h, c, a, x, w_x, w, b = chunk
     gram = torch.bmm(h, h.mT)
     d_added = torch.bmm((w * w).mT, d_squared)
     d_f = 2 * d_added * c
     d_x = d_added * c
-    d_h = d_w = d_b = None
-    if wants_h or wants_decays:
-        d_pairs = torch.bmm(d_f, c.mT)
-    if wants_h:
-        d_gram = d_pairs * w
-        d_h = torch.bmm(d_gram + d_gram.mT, h) - 2 * h * (d_x * c).sum(-1, keepdim=True)
+    d_pairs = torch.bmm(d_f, c.mT)
+    d_gram = d_pairs * w
+    d_h = torch.bmm(d_gram + d_gram.mT, h) - 2 * h * (d_x * c).sum(-1, keepdim=True)
     d_c = d_added * (2 * f - 2 * (h * h).sum(-1, keepdim=True) * c + a * x)
     d_c = torch.baddbmm(d_c, (w * gram).mT, d_f)
     empty = _empty(slots)
-    if wants_decays:
-        d_w = d_pairs * gram + 2 * w * torch.bmm(d_squared, added.mT)
-        d_b = 2 * (d_squared * torch.where(empty, w_x, b)).sum(-1, keepdim=True)
+    d_w = d_pairs * gram + 2 * w * torch.bmm(d_squared, added.mT)
+    d_b = 2 * (d_squared * torch.where(empty, w_x, b)).sum(-1, keepdim=True)
     d_w_x = torch.where(empty, 2 * b * d_squared, 0.0) - d_f * a
     return d_h, d_c, d_x * x - d_f * w_x, d_x * a, d_w_x, d_w, d_b

@@ -1,10 +1,11 @@
 """The orthogonal state recurrence, token by token: the definition that every other form is compared with."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longseq.kernels.reading import Reverse
 from longseq.kernels.recurrence import Sequences, run_recurrence, run_segments, token
 
 
@@ -40,11 +41,8 @@ def orthogonal_recurrence_reference(
     normalize: bool,
     threshold: Tensor | None,
     scale: float,
-    initial_state: Tensor,
-    output_final_state: bool,
-    cu_seqlens: Tensor | None,
     chunk_size: int,
-    reverse: Reverse,
+    **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """`orthogonal_recurrence`, one token at a time, from slots that are frozen for `chunk_size` tokens."""
     unit = has_unit_columns(objective, normalize)
@@ -63,13 +61,10 @@ def orthogonal_recurrence_reference(
     return run_recurrence(
         recurrence,
         (q, k, v, gamma, g, threshold),
-        initial_state,
-        (),
+        state_shape=(),
         output_dtype=v.dtype,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
         unpack=run_segments,
-        reverse=reverse,
+        **options,
     )
 
 

@@ -4,8 +4,7 @@
 H ("encode", "similarity": v), the gates and the state before each chunk. `retreat_chunks` loops from the last chunk to
 the first with the gradient of the state in registers; as in the forward pass, a chunk has two dependent products. It
 stores the gradients of the states after the chunks, before N, and of H ("encode": their contribution to that of a).
-From these, `differentiate_inputs` computes the rest over chunks in parallel. Gradients of inputs whose tensor is None
-are not stored.
+From these, `differentiate_inputs` computes the rest over chunks in parallel.
 """
 
 import triton
@@ -88,8 +87,7 @@ def differentiate_outputs(
     v += token * v_token + head * D
     gamma += token * gamma_token + head
     d_output += token * do_token + head * D
-    if d_q is not None:
-        d_q += (token * H + head) * M
+    d_q += (token * H + head) * M
     q_token *= NEXT
     k_token *= NEXT
     v_token *= NEXT
@@ -166,8 +164,7 @@ def differentiate_outputs(
                 d_norms = tl.where(norms <= 1e-24, 0.0, -0.5 * d_read * read * shorter)
                 if not BOTH:
                     store_block(d_squared + place * CHUNK * M, e, 0, d_norms, M, CHUNK, BLOCK, BLOCK_C)
-            if d_q is not None:
-                store_tokens(d_q, H * M * NEXT, live, e, tl.trans(d_read) * scale, M, BLOCK_C, BLOCK)
+            store_tokens(d_q, H * M * NEXT, live, e, tl.trans(d_read) * scale, M, BLOCK_C, BLOCK)
 
         d_c = tl.zeros_like(a)
         d_a = tl.zeros_like(a)
@@ -392,14 +389,13 @@ def retreat_chunks(
         d_state = d_before
         weight = next_weight
         whole = next_whole
-    if d_initial is not None:
-        if UNIT:
-            first_state = load_outside(initial + corner, column, D, M, BLOCK_D, BLOCK)
-            r = reciprocal_root(of_slots(first_state * first_state))
-            first_state *= r
-            d_normalised = (d_state - first_state * of_slots(first_state * d_state)) * r
-            d_state = tl.where(chunks > 0, d_normalised, d_state)
-        store_block(d_initial + corner, 0, column, tl.trans(d_state), D, M, BLOCK_D, BLOCK)
+    if UNIT:
+        first_state = load_outside(initial + corner, column, D, M, BLOCK_D, BLOCK)
+        r = reciprocal_root(of_slots(first_state * first_state))
+        first_state *= r
+        d_normalised = (d_state - first_state * of_slots(first_state * d_state)) * r
+        d_state = tl.where(chunks > 0, d_normalised, d_state)
+    store_block(d_initial + corner, 0, column, tl.trans(d_state), D, M, BLOCK_D, BLOCK)
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
@@ -463,19 +459,16 @@ def differentiate_inputs(
                 d_value -= product(tl.trans(kept), d_answers * r, PRECISION)
         else:
             d_key -= product(kept, tl.trans(error), PRECISION) * r
-        if d_k is not None:
-            store_tokens(d_k + token * M, H * M * NEXT, live, e, tl.trans(d_key), M, BLOCK_C, BLOCK)
-    if d_v is not None:
-        if OBJECTIVE == "decode":
-            d_value = error
-        elif OBJECTIVE == "ttt":
-            d_value = load_block(d_values + place * CHUNK * D, 0, 0, CHUNK, D, BLOCK_C, BLOCK_D)
-        else:
-            d_value = tl.trans(d_value)
-        store_tokens(d_v + token * D, H * D * NEXT, live, 0, d_value, D, BLOCK_C, BLOCK_D)
+        store_tokens(d_k + token * M, H * M * NEXT, live, e, tl.trans(d_key), M, BLOCK_C, BLOCK)
+    if OBJECTIVE == "decode":
+        d_value = error
+    elif OBJECTIVE == "ttt":
+        d_value = load_block(d_values + place * CHUNK * D, 0, 0, CHUNK, D, BLOCK_C, BLOCK_D)
+    else:
+        d_value = tl.trans(d_value)
+    store_tokens(d_v + token * D, H * D * NEXT, live, 0, d_value, D, BLOCK_C, BLOCK_D)
     i = tl.arange(0, BLOCK_C)
-    if d_gamma is not None:
-        tl.store(d_gamma + token + i * H * NEXT, d_strength, mask=i < live)
+    tl.store(d_gamma + token + i * H * NEXT, d_strength, mask=i < live)
     if d_g is not None:
         # Only W's last row and b's last number act on the state after the chunk.
         whole = tl.exp(tl.sum(load_numbers(g, g_token, live, BLOCK_C), 0))

@@ -115,11 +115,6 @@ class _Form(NamedTuple):
     def is_exact(self) -> bool:
         return self.chunk == 1
 
-    @property
-    def is_by_slot(self) -> bool:
-        """True if slots are independent of each other."""
-        return self.constants["OBJECTIVE"] in ("encode", "similarity")
-
     def block(self, kernel: str) -> int:
         """The number of slots that the kernel takes at a time."""
         return min(self.launch(kernel).block, block_width(self.constants["M"], WIDTH))
@@ -200,7 +195,8 @@ class _Call:
 
     def _slots_of_walk(self, kernel: str) -> int:
         """The slots of a program in a loop over time: all slots if they depend on each other."""
-        return self.form.block(kernel) if self.form.is_by_slot else block_width(self.columns, WIDTH)
+        are_independent = self.objective in ("encode", "similarity")
+        return self.form.block(kernel) if are_independent else block_width(self.columns, WIDTH)
 
     def _scratch(self, rows: int, numbers: int) -> Tensor:
         return self.inputs.q.new_empty((rows, numbers), dtype=torch.float32)
@@ -238,8 +234,6 @@ class _Call:
     ) -> None:
         states, h_or_a, _, _ = kept
         d_q, d_k, d_v, d_gamma, d_g, _, d_initial = grads
-        of_inputs = [d_k, d_v, d_gamma, d_g]
-        retreats = any(x is not None for x in (*of_inputs, d_initial))
         width, columns, chunk, rows = self.width, self.columns, self.form.chunk, self.rows
 
         d_coefficients, d_h = self._scratch(rows, columns * chunk), self._scratch(rows, width * chunk)
@@ -251,8 +245,6 @@ class _Call:
         d_w_x = self._scratch(rows * (apart and removes), columns * chunk)
         d_squared = self._scratch(rows * (apart and self.unit), columns * chunk)
         launches = [(True, False), (False, True)] if apart and removes else [(True, removes)]
-        if not retreats:
-            launches = launches[:1]  # which finds the gradient of q
         numbers = (self.scale, self.tokens, self.heads, *steps(*self.inputs[:5], d_output))
         block = self.form.block("differentiate_outputs")
         for reads, writes in launches:
@@ -260,27 +252,19 @@ class _Call:
                 *(*self.inputs[:5], self.cu_seqlens, self.form.sequence_of, states, h_or_a, d_output),
                 *(d_q, d_coefficients, d_h, d_states, d_w_x, d_squared, from_gates),
             )
-        if not retreats:
-            return
         block = self._slots_of_walk("retreat_chunks")
         stages: int | None = self.form.launch("retreat_chunks").stages
         is_wide = block * self.form.constants["BLOCK_D"] > WIDTH * WIDTH
-        if self.objective == "ttt":
-            stages = (
-                1 if is_wide else None
-            )  # what shared memory has room for: no loads ahead, or only those of products
-        elif is_wide:
-            stages = None
+        if is_wide or not removes:  # shared memory has no room for loads ahead, or only for those of products
+            stages = None if removes or not is_wide else 1
         self._walk_chunks(retreat_chunks, block, STAGES=stages)(
             *(*self.inputs[1:5], self.initial, self.cu_seqlens, *kept, d_final),
             *(d_h, d_states, d_after, d_h_or_a, d_values, d_initial),
         )
-        if all(x is None for x in of_inputs):
-            return
         block = self.form.block("differentiate_inputs")
         self._launch(differentiate_inputs, rows, (self.tokens, self.heads, *steps(*self.inputs[1:5])), BLOCK=block)(
             *(*self.inputs[1:5], self.cu_seqlens, self.form.sequence_of, states, h_or_a),
-            *(d_coefficients, d_h, d_after, d_h_or_a, d_values, from_gates, *of_inputs),
+            *(d_coefficients, d_h, d_after, d_h_or_a, d_values, from_gates, d_k, d_v, d_gamma, d_g),
         )
 
 
@@ -362,39 +346,31 @@ def orthogonal_recurrence_backward(
     scale: float,
     chunk_size: int,
     reverse: int,
-    wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of q, k, v, gamma, g, threshold and the initial state, empty for those not wanted.
-
-    `wanted` has the same order; absent inputs are not wanted.
-    """
+    """The gradients of q, k, v, gamma, g, threshold (empty for those absent) and of the initial state in float32."""
     inputs = Inputs(q, k, v, gamma, g, threshold)
     call = _Call(inputs, initial_state, cu_seqlens, objective, unit, scale, chunk_size, reverse)
-    grads = _gradients_like(inputs, initial_state, wanted)
-    where_wanted = [grad if want else None for grad, want in zip(grads, wanted, strict=True)]
+    grads = _gradients_like(inputs, initial_state)
+    given = [None if x is None else grad for x, grad in zip((*inputs, initial_state), grads, strict=True)]
     differentiate = call.retreat_tokens if call.form.is_exact else call.differentiate_chunks
-    differentiate(kept, evenly(d_output), None if d_final is None else d_final.contiguous(), where_wanted)
+    differentiate(kept, evenly(d_output), None if d_final is None else d_final.contiguous(), given)
     return grads
 
 
 @orthogonal_recurrence_backward.register_fake
 def _(
     q, k, v, gamma, g, threshold, initial_state, cu_seqlens, kept, d_output, d_final, objective, unit, scale,
-    chunk_size, reverse, wanted,
+    chunk_size, reverse,
 ):  # fmt: skip
-    return _gradients_like(Inputs(q, k, v, gamma, g, threshold), initial_state, wanted)
+    return _gradients_like(Inputs(q, k, v, gamma, g, threshold), initial_state)
 
 
 def _gradients_like(
-    inputs: Inputs, initial_state: Tensor, wanted: list[bool]
+    inputs: Inputs, initial_state: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Buffers for the gradients: contiguous; that of the state in float32, those not wanted empty."""
-    q, k, v, gamma, g, threshold = (
-        x.new_empty(x.shape) if x is not None and want else inputs.q.new_empty((0,))
-        for x, want in zip(inputs, wanted[:6], strict=True)
-    )
-    d_initial = initial_state.new_empty(initial_state.shape if wanted[6] else (0,), dtype=torch.float32)
-    return q, k, v, gamma, g, threshold, d_initial
+    """Buffers for the gradients: contiguous; that of the state in float32, those of absent inputs empty."""
+    q, k, v, gamma, g, threshold = (inputs.q.new_empty((0,)) if x is None else x.new_empty(x.shape) for x in inputs)
+    return q, k, v, gamma, g, threshold, initial_state.new_empty(initial_state.shape, dtype=torch.float32)
 
 
 def _setup_context(ctx, inputs, output):
@@ -411,9 +387,7 @@ def _differentiate(ctx, d_output, d_final, *_):
     if d_output is None:
         d_output = v.new_zeros(v.shape)
     needed = ctx.needs_input_grad[:7]
-    *grads, d_initial = orthogonal_recurrence_backward(
-        *tensors, list(kept), d_output, d_final, *ctx.options, list(needed)
-    )
+    *grads, d_initial = orthogonal_recurrence_backward(*tensors, list(kept), d_output, d_final, *ctx.options)
     grads = [*grads, d_initial.to(initial_state.dtype)]
     return *(grad if need else None for grad, need in zip(grads, needed, strict=True)), *(None,) * 7
 

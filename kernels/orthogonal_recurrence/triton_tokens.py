@@ -329,7 +329,7 @@ def retreat_tokens(
     D: tl.constexpr, M: tl.constexpr, OBJECTIVE: tl.constexpr, UNIT: tl.constexpr, REVERSE: tl.constexpr,
     EVERY: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of all inputs, for one head of one sequence after the other. Those without a tensor are left out.
+    """The gradients of all inputs, for one head of one sequence after the other.
 
     `scratch` has room for EVERY tokens for each program.
     """
@@ -400,30 +400,24 @@ def retreat_tokens(
                     strength * limit, OBJECTIVE, UNIT, SHRUNK,
                 )  # fmt: skip
                 place = place_0 + token * H
-                if d_q is not None:
-                    _store_vector(d_q + place * M, dq * scale, M, BLOCK_M)
-                if d_k is not None:
-                    _store_vector(d_k + place * M, dk, M, BLOCK_M)
-                if d_v is not None:
-                    _store_vector(d_v + place * D, dv, D, BLOCK_D)
-                if d_g is not None:
+                _store_vector(d_q + place * M, dq * scale, M, BLOCK_M)
+                _store_vector(d_k + place * M, dk, M, BLOCK_M)
+                _store_vector(d_v + place * D, dv, D, BLOCK_D)
+                if GATED:
                     tl.store(d_g + place, d_decay * decay)
                 if SHRUNK:
                     d_strength += d_shrink * limit
-                if d_threshold is not None:
                     tl.store(d_threshold + place, d_shrink * strength)
-                if d_gamma is not None:
-                    tl.store(d_gamma + place, d_strength)
+                tl.store(d_gamma + place, d_strength)
                 after = slots
                 query = next_query
                 d_read = next_d_read
             tl.debug_barrier()  # the next turn overwrites what was read
 
-        if d_initial is not None:
-            if UNIT:
-                state = load_block(initial + (n * H + head) * D * M, 0, 0, D, M, BLOCK_D, BLOCK_M).to(tl.float32)
-                r = _reciprocal_lengths(state, OBJECTIVE)
-                state *= r[None, :]
-                along = tl.sum(state * d_state, 0)
-                d_state = tl.where(segments > 0, (d_state - state * along[None, :]) * r[None, :], d_state)
-            store_block(d_initial + (n * H + head) * D * M, 0, 0, d_state, D, M, BLOCK_D, BLOCK_M)
+        if UNIT:
+            state = load_block(initial + (n * H + head) * D * M, 0, 0, D, M, BLOCK_D, BLOCK_M).to(tl.float32)
+            r = _reciprocal_lengths(state, OBJECTIVE)
+            state *= r[None, :]
+            along = tl.sum(state * d_state, 0)
+            d_state = tl.where(segments > 0, (d_state - state * along[None, :]) * r[None, :], d_state)
+        store_block(d_initial + (n * H + head) * D * M, 0, 0, d_state, D, M, BLOCK_D, BLOCK_M)

@@ -20,7 +20,7 @@ where triu(U yᵀ) = L^{-T} triu(Y Xᵀ) and U A_C = L^{-T} Y, which stay exact 
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +31,6 @@ from longseq.kernels.custom_op import refuse_transforms
 from longseq.kernels.dispatch import is_exporting
 from longseq.kernels.once_differentiable import once_differentiable
 from longseq.kernels.precision import without_autocast
-from longseq.kernels.reading import Reverse
 from longseq.kernels.recurrence import Sequences, State, run_padded, run_recurrence
 from longseq.kernels.recursive_least_squares.reference import (
     InverseState,
@@ -53,16 +52,10 @@ def recursive_least_squares_chunk(
     lambda0: float,
     refresh_period: int | None,
     refresh: float,
-    initial_state: InverseState | None,
-    output_final_state: bool,
-    cu_seqlens: Tensor | None,
     chunk_size: int,
-    reverse: Reverse,
+    **options: Any,
 ) -> tuple[Tensor, InverseState | None]:
-    """`recursive_least_squares` in chunks; saves its inputs, L and the states between chunks for the backward.
-
-    What no wanted gradient needs is neither saved nor computed.
-    """
+    """`recursive_least_squares` in chunks; saves its inputs, L and the states between chunks for the backward."""
 
     def core(sequences: Sequences, state: State) -> tuple[Tensor, State]:
         x, u, count = sequences
@@ -74,7 +67,7 @@ def recursive_least_squares_chunk(
         elif is_exporting():
             y, A = _exported(x, u, added, A)
         else:
-            layout = _Layout.choose(x.shape[1], chunk_size, refresh_period, fresh=initial_state is None)
+            layout = _Layout.choose(x.shape[1], chunk_size, refresh_period, fresh=options["initial_state"] is None)
             slots = layout.slots(seen, count, steps)
             refuse_transforms()
             y, A = _RecursiveLeastSquares.apply(x, u, added, slots, A, layout)
@@ -83,13 +76,10 @@ def recursive_least_squares_chunk(
     return run_recurrence(
         core,
         (x, u, count),
-        initial_state,
-        first_state(x, lambda0),
+        state_shape=first_state(x, lambda0),
         output_dtype=x.dtype,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
         unpack=run_padded,
-        reverse=reverse,
+        **options,
     )
 
 
@@ -196,36 +186,23 @@ class _Layout:
         return (slots + first[:, None]).flatten()
 
 
-class _Wanted(NamedTuple):
-    """Whether each input needs its gradient."""
-
-    x: bool
-    u: bool
-    A: bool
-
-
 class _RecursiveLeastSquares(torch.autograd.Function):
     """The eager form. Saves its inputs, L and the states before each chunk; recomputes the rest."""
 
     @staticmethod
     def forward(ctx, x, u, added, slots, A, layout):
         y, final, factors, starts = _forward(x, u, added, slots, A, layout)
-        wanted = _wanted(ctx)
-        ctx.save_for_backward(x if wanted.u or wanted.A else None, u, added, slots, factors, starts)
-        ctx.layout, ctx.dtype = layout, x.dtype
+        ctx.save_for_backward(x, u, added, slots, factors, starts)
+        ctx.layout = layout
         return y, final
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_y, d_final):
+        arguments: tuple[Any, ...] = (*ctx.saved_tensors, ctx.layout, d_y, d_final)
         with without_autocast(d_final):
-            d_x, d_u, d_A = _backward(_wanted(ctx), ctx.saved_tensors, ctx.layout, ctx.dtype, d_y, d_final)
+            d_x, d_u, d_A = _backward(*arguments)
         return d_x, d_u, None, None, d_A, None
-
-
-def _wanted(ctx: Any) -> _Wanted:
-    x, u, _, _, A, _ = ctx.needs_input_grad
-    return _Wanted(x, u, A)
 
 
 def _forward(
@@ -256,38 +233,29 @@ def _state_pass(A: Tensor, rows: Tensor, refresh: Tensor) -> tuple[Tensor, Tenso
 
 
 def _backward(
-    wanted: _Wanted, saved: tuple[Any, ...], layout: _Layout, dtype: torch.dtype, d_y: Tensor, d_final: Tensor
-) -> tuple[Tensor | None, ...]:
-    """Gradients of x, u and the initial A; None for those that are not wanted.
-
-    x is None where its gradient alone is wanted, which does not depend on it; `dtype` is that of x.
-    """
-    x, u, added, slots, factors, starts = saved
+    x: Tensor, u: Tensor, added: Tensor, slots: Tensor, factors: Tensor, starts: Tensor, layout: _Layout,
+    d_y: Tensor, d_final: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of x, u and the initial A."""
     weights = torch.linalg.solve_triangular(factors, layout.split(u, slots, starts.dtype), upper=False)
     written = weights @ starts
     d_read = layout.split(d_y, slots, starts.dtype)
     d_seen = (d_read @ written.mT).tril_()
     d_read = d_read - d_seen @ weights  # β̃
-    d_x = d_u = d_A = None
-    if x is not None:
-        read = layout.split(x, slots, starts.dtype)
-        seen = (read @ written.mT).tril_()
-        read = read - seen @ weights  # ỹ
-        local = symmetric(d_read.mT @ read)
-        d_start, d_ends = _state_pass_backward(symmetric(d_final).flatten(0, 1), local, weights, written)
-        d_A = d_start.unflatten(0, (d_y.shape[0], -1))
-    if wanted.x or wanted.u:
-        d_read = d_read @ starts
-    if wanted.u:
-        ends = starts - written.mT @ written
-        d_rows = seen.mT @ d_read + d_seen.mT @ (read @ starts) + 2 * written @ d_ends @ ends
-        d_rows = torch.linalg.solve_triangular(factors.mT, d_rows, upper=True)
-        # The solution of a single chunk has other strides than torch.compile expects, and views are taken of it.
-        d_rows = d_rows.clone(memory_format=torch.contiguous_format).neg_()
-        d_u = layout.join(d_rows, slots, u.shape[2]).to(u.dtype)
-    if wanted.x:
-        d_x = (layout.join(d_read, slots, u.shape[2]) + added[..., None, None] * d_y).to(dtype)
-    return d_x, d_u, d_A if wanted.A else None
+    read = layout.split(x, slots, starts.dtype)
+    seen = (read @ written.mT).tril_()
+    read = read - seen @ weights  # ỹ
+    local = symmetric(d_read.mT @ read)
+    d_start, d_ends = _state_pass_backward(symmetric(d_final).flatten(0, 1), local, weights, written)
+    d_read = d_read @ starts
+    ends = starts - written.mT @ written
+    d_rows = seen.mT @ d_read + d_seen.mT @ (read @ starts) + 2 * written @ d_ends @ ends
+    d_rows = torch.linalg.solve_triangular(factors.mT, d_rows, upper=True)
+    # The solution of a single chunk has other strides than torch.compile expects, and views are taken of it.
+    d_rows = d_rows.clone(memory_format=torch.contiguous_format).neg_()
+    d_u = layout.join(d_rows, slots, u.shape[2]).to(u.dtype)
+    d_x = (layout.join(d_read, slots, u.shape[2]) + added[..., None, None] * d_y).to(x.dtype)
+    return d_x, d_u, d_start.unflatten(0, (d_y.shape[0], -1))
 
 
 def _state_pass_backward(D: Tensor, local: Tensor, weights: Tensor, written: Tensor) -> tuple[Tensor, Tensor]:

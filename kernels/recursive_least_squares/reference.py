@@ -1,11 +1,11 @@
 """Recursive least squares as its recurrence: the definition that every other form is compared with."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from longseq.kernels.reading import Reverse
 from longseq.kernels.recurrence import Sequences, run_recurrence, run_segments, token
 
 # the matrix A [B, H, K, K] and the number of tokens that it has seen [B]
@@ -36,11 +36,8 @@ def recursive_least_squares_reference(
     lambda0: float,
     refresh_period: int | None,
     refresh: float,
-    initial_state: InverseState | None,
-    output_final_state: bool,
-    cu_seqlens: Tensor | None,
     chunk_size: int,
-    reverse: Reverse,
+    **options: Any,
 ) -> tuple[Tensor, InverseState | None]:
     """`recursive_least_squares`, one token at a time. `chunk_size` is ignored."""
 
@@ -58,13 +55,10 @@ def recursive_least_squares_reference(
     return run_recurrence(
         recurrence,
         (x, u, count),
-        initial_state,
-        first_state(x, lambda0),
+        state_shape=first_state(x, lambda0),
         output_dtype=x.dtype,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
         unpack=run_segments,
-        reverse=reverse,
+        **options,
     )
 
 

@@ -60,8 +60,7 @@ def linearize(
     x, u, added, cu_seqlens, sequence_of, states, inverse, written, d_output,
     transitions, read, d_read, weights, d_weights, solved, d_x,
     T, H, x_row, x_token, x_head, u_row, u_token, u_head, do_row, do_token, do_head,
-    K: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, REFRESHED: tl.constexpr,
-    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    K: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """For one chunk of one head: Φ, x̃, a and Nᵀ (even programs); β̃, b and the gradient of x (odd programs).
 
@@ -74,7 +73,7 @@ def linearize(
     head = (program // 2 % H).to(tl.int64)
     slot = (program // 2 // H).to(tl.int64)
     place = slot * H + head
-    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
+    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, cu_seqlens is not None, CHUNK, REVERSE)
     if live <= 0:
         return
     NEXT = direction(REVERSE)
@@ -105,11 +104,9 @@ def linearize(
             store_block(d_weights + matrix, 0, 0, among, CHUNK, CHUNK, CHUNK, CHUNK)
             store_block(d_read + tokens, 0, 0, left, CHUNK, K, CHUNK, BLOCK)
         if d_x is not None:
-            if REFRESHED:
+            if added is not None:
                 added += row * T + token_after(start, 0, T, REVERSE)
-            dx = finish(
-                value, among, left, u, u_token, states, added, place, live, REFRESHED, K, PRECISION, CHUNK, BLOCK
-            )
+            dx = finish(value, among, left, u, u_token, states, added, place, live, K, PRECISION, CHUNK, BLOCK)
             store_tokens(d_x + ((row * T + start) * H + head) * K, H * K * NEXT, live, 0, dx, K, CHUNK, BLOCK)
 
 
@@ -135,7 +132,7 @@ def _gain(read, d_read, place, K: tl.constexpr, PRECISION: tl.constexpr, CHUNK: 
 @triton.jit(do_not_specialize=WALK)
 def accumulate(
     transitions, read, d_read, segment_transitions, segment_gains, segments, span, T, H,
-    K: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    K: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """For one segment (not the first) of one head of one sequence: D before it from none after it, and its product of
     Φ.
@@ -145,7 +142,7 @@ def accumulate(
     segment = tl.program_id(0) // 2 % (segments - 1) + 1
     head = (tl.program_id(0) // 2 // (segments - 1) % H).to(tl.int64)
     n = (tl.program_id(0) // 2 // (segments - 1) // H).to(tl.int64)
-    _, start, end, slot = sequence(n, T, None, PACKED, CHUNK)
+    _, start, end, slot = sequence(n, T, None, False, CHUNK)
     begin = segment * span
     stop = tl.minimum(begin + span, tl.cdiv((end - start).to(tl.int32), CHUNK))
     square = ((n * H + head) * segments + segment) * K * K
@@ -170,8 +167,7 @@ def accumulate(
 def retreat(
     cu_seqlens, transitions, read, d_read, segment_transitions, segment_gains, d_final, d_states, d_initial,
     segments, span, T, H,
-    K: tl.constexpr, PACKED: tl.constexpr, HAS_FINAL: tl.constexpr, SEGMENTED: tl.constexpr,
-    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    K: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """For one segment of one head of one sequence: D after each chunk, and D before the sequence.
 
@@ -181,11 +177,11 @@ def retreat(
     segment = tl.program_id(0) % segments
     head = (tl.program_id(0) // segments % H).to(tl.int64)
     n = (tl.program_id(0) // segments // H).to(tl.int64)
-    _, start, end, slot = sequence(n, T, cu_seqlens, PACKED, CHUNK)
+    _, start, end, slot = sequence(n, T, cu_seqlens, cu_seqlens is not None, CHUNK)
     d_state = tl.zeros((BLOCK, BLOCK), tl.float32)
-    if HAS_FINAL:
+    if d_final is not None:
         d_state = load_block(d_final + (n * H + head) * K * K, 0, 0, K, K, BLOCK, BLOCK).to(tl.float32)
-    if SEGMENTED:
+    if segment_transitions is not None:
         for back in range(0, segments - 1 - segment):
             place = ((n * H + head) * segments + segments - 1 - back) * K * K
             d_state = _pull_back(d_state, segment_transitions + 2 * place, K, BLOCK)
@@ -205,14 +201,13 @@ def retreat(
 def differentiate_directions(
     u, added, cu_seqlens, sequence_of, states, d_states, read, d_read, weights, d_weights, solved, d_u,
     T, H, u_row, u_token, u_head,
-    K: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, REFRESHED: tl.constexpr,
-    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    K: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The gradient of u for one chunk of one head."""
     head = (tl.program_id(0) % H).to(tl.int64)
     slot = (tl.program_id(0) // H).to(tl.int64)
     place = slot * H + head
-    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
+    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, cu_seqlens is not None, CHUNK, REVERSE)
     if live <= 0:
         return
     matrix = place * CHUNK * CHUNK
@@ -233,20 +228,20 @@ def differentiate_directions(
     rows = load_tokens(u, u_token, live, 0, K, CHUNK, BLOCK).to(tl.float32)
     du -= multiply(pairs, rows, PRECISION=PRECISION)
     seen = load_transposed(weights + matrix, CHUNK, CHUNK, CHUNK, CHUNK)
-    if REFRESHED:
+    if added is not None:
         among = load_block(d_weights + matrix, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
         pairs = multiply(seen, among, pairs, PRECISION=PRECISION)
     du = multiply(seen, load_block(d_read + tokens, 0, 0, CHUNK, K, CHUNK, BLOCK), du, PRECISION=PRECISION)
     tl.debug_barrier()
     seen = load_transposed(d_weights + matrix, CHUNK, CHUNK, CHUNK, CHUNK)
-    if REFRESHED:
+    if added is not None:
         among = load_block(weights + matrix, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
         pairs = multiply(seen, among, pairs, PRECISION=PRECISION)
     du = multiply(seen, load_block(read + tokens, 0, 0, CHUNK, K, CHUNK, BLOCK), du, PRECISION=PRECISION)
     # A is symmetric; loaded transposed, it has the layout of an operand.
     state = load_transposed(states + square, K, K, BLOCK, BLOCK)
     total = multiply(du, state, PRECISION=PRECISION)
-    if REFRESHED:
+    if added is not None:
         i = tl.arange(0, CHUNK)
         before = refreshed_before(added + row * T + token_after(start, 0, T, REVERSE), live, CHUNK)
         total += before[:, None] * du

@@ -155,32 +155,18 @@ def inverse_factor(products, live, room, CHUNK: tl.constexpr, ROWS: tl.constexpr
 
 
 @triton.jit
-def first_state(initial, first, place, some, K: tl.constexpr, HAS_INITIAL: tl.constexpr, BLOCK: tl.constexpr):
+def first_state(initial, first, place, some, K: tl.constexpr, BLOCK: tl.constexpr):
     """A before the first token: the symmetric part of `initial`, or `initial` itself for a sequence without tokens.
 
     Without `initial` it is `first` times the identity. `some` is true if the sequence has a token.
     """
     i = tl.arange(0, BLOCK)
     state = tl.where((i[:, None] == i[None, :]) & (i < K)[None, :], first, 0.0)
-    if HAS_INITIAL:
+    if initial is not None:
         state = load_block(initial + place * K * K, 0, 0, K, K, BLOCK, BLOCK).to(tl.float32)
         if some:
             state = 0.5 * (state + load_transposed(initial + place * K * K, K, K, BLOCK, BLOCK).to(tl.float32))
     return state
-
-
-@triton.jit
-def _absorb(
-    state, rows, added, done, room, written, live,
-    REFRESHED: tl.constexpr, EXACT: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Y and Yᵀ of a chunk; L^{-1} is stored in `room`. No other program uses `room` or `written`."""
-    offered = product(rows, state, EXACT_A=EXACT)
-    if REFRESHED:
-        offered += refreshed_before(added + done, live, CHUNK)[:, None] * rows
-    x = inverse_factor(product(offered, tl.trans(rows), EXACT_B=EXACT), live, room, CHUNK)
-    y = product(x, offered)
-    return y, transpose(y, written, CHUNK, K, CHUNK, BLOCK)
 
 
 @triton.jit
@@ -194,36 +180,27 @@ def transpose(
     return load_transposed(scratch, HEIGHT, WIDTH, ROWS, COLUMNS)
 
 
-@triton.jit
-def _total(added, live, CHUNK: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr):
-    """What the refreshes of a chunk add to A."""
-    k = tl.arange(0, BLOCK)
-    total = tl.sum(load_numbers(added, 1, live, CHUNK), 0)
-    return tl.where((k[:, None] == k[None, :]) & (k < K)[None, :], total, 0.0)
-
-
 @triton.jit(do_not_specialize=WALK)
 def advance(
     u, added, initial, cu_seqlens, segment_starts, refused, states, inverse, written, final,
     first, segments, span, T, H, u_row, u_token, u_head,
-    K: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, REFRESHED: tl.constexpr, HAS_INITIAL: tl.constexpr,
-    SEGMENTED: tl.constexpr, EXACT: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    K: tl.constexpr, REVERSE: tl.constexpr, EXACT: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """For one segment of one head of one sequence: A before each chunk, L^{-1} and Y of each chunk, and the final A."""
     segment = tl.program_id(0) % segments
     head = (tl.program_id(0) // segments % H).to(tl.int64)
     n = (tl.program_id(0) // segments // H).to(tl.int64)
-    row, start, end, slot = sequence(n, T, cu_seqlens, PACKED, CHUNK)
+    row, start, end, slot = sequence(n, T, cu_seqlens, cu_seqlens is not None, CHUNK)
     first_token = token_after(0, start, end, REVERSE)
     u += row * u_row + first_token * u_token + head * u_head
     u_token *= direction(REVERSE)
-    if REFRESHED:
+    if added is not None:
         added += row * T + token_after(first_token, 0, T, REVERSE)
     chunks = tl.cdiv((end - start).to(tl.int32), CHUNK)
     begin = segment * span
     stop = tl.minimum(begin + span, chunks)
-    state = first_state(initial, first, n * H + head, end > start, K, HAS_INITIAL, BLOCK)
-    if SEGMENTED:
+    state = first_state(initial, first, n * H + head, end > start, K, BLOCK)
+    if segment_starts is not None:
         others = tl.arange(0, MOST_SEGMENTS)
         mask = (others > 0) & (others < segments)
         if tl.max(tl.load(refused + (n * H + head) * segments + others, mask=mask, other=0), 0) > 0:
@@ -233,6 +210,7 @@ def advance(
         elif segment > 0:
             place = (n * H + head) * segments + segment
             state = load_block(segment_starts + place * K * K, 0, 0, K, K, BLOCK, BLOCK)
+    k = tl.arange(0, BLOCK)
     done = n * 0 + begin * CHUNK  # 64 bits wide, like n
     later = load_rows(u + done * u_token, u_token, end - start - done, K, EXACT, CHUNK, BLOCK)
     for m in tl.range(begin, stop, num_stages=1):  # no load may move before the store that it reads
@@ -242,12 +220,15 @@ def advance(
         rows = later
         later = load_rows(u + (done + CHUNK) * u_token, u_token, live - CHUNK, K, EXACT, CHUNK, BLOCK)
         store_block(states + place * K * K, 0, 0, state, K, K, BLOCK, BLOCK)
-        room = inverse + place * CHUNK * CHUNK
-        own = written + place * CHUNK * K
-        y, columns = _absorb(state, rows, added, done, room, own, live, REFRESHED, EXACT, K, CHUNK, BLOCK)
-        state -= product(columns, y)
-        if REFRESHED:
-            state += _total(added + done, live, CHUNK, K, BLOCK)
+        offered = product(rows, state, EXACT_A=EXACT)
+        if added is not None:
+            offered += refreshed_before(added + done, live, CHUNK)[:, None] * rows
+        products = product(offered, tl.trans(rows), EXACT_B=EXACT)
+        y = product(inverse_factor(products, live, inverse + place * CHUNK * CHUNK, CHUNK), offered)
+        state -= product(transpose(y, written + place * CHUNK * K, CHUNK, K, CHUNK, BLOCK), y)
+        if added is not None:
+            total = tl.sum(load_numbers(added + done, 1, live, CHUNK), 0)
+            state += tl.where((k[:, None] == k[None, :]) & (k < K)[None, :], total, 0.0)
     if stop == chunks:
         store_block(final + (n * H + head) * K * K, 0, 0, state, K, K, BLOCK, BLOCK)
 
@@ -276,13 +257,13 @@ def respond(
 @triton.jit
 def finish(
     x, weights, left, u, u_token, states, added, place, live,
-    REFRESHED: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    K: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """y = A_t x_t of a chunk, from the results of `respond`."""
     # A is symmetric; loaded transposed, it has the layout of an operand.
     state = load_transposed(states + place * K * K, K, K, BLOCK, BLOCK)
     y = multiply(left, state, PRECISION=PRECISION)
-    if REFRESHED:
+    if added is not None:
         tl.debug_barrier()  # u is loaded again, not held in registers
         rows = load_tokens(u, u_token, live, 0, K, CHUNK, BLOCK).to(tl.float32)
         rows *= refreshed_before(added, live, CHUNK)[:, None]
@@ -294,23 +275,22 @@ def finish(
 def read_out(
     x, u, added, cu_seqlens, sequence_of, states, inverse, written, output,
     T, H, x_row, x_token, x_head, u_row, u_token, u_head,
-    K: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, REFRESHED: tl.constexpr,
-    PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    K: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The output for one chunk of one head."""
     head = (tl.program_id(0) % H).to(tl.int64)
     slot = (tl.program_id(0) // H).to(tl.int64)
     place = slot * H + head
-    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, PACKED, CHUNK, REVERSE)
+    row, start, live = chunk(slot, T, cu_seqlens, sequence_of, cu_seqlens is not None, CHUNK, REVERSE)
     if live <= 0:
         return
     NEXT = direction(REVERSE)
     u += row * u_row + start * u_token + head * u_head
     x += row * x_row + start * x_token + head * x_head
     u_token *= NEXT
-    if REFRESHED:
+    if added is not None:
         added += row * T + token_after(start, 0, T, REVERSE)
     read = load_rows(x, x_token * NEXT, live, K, PRECISION == "tf32", CHUNK, BLOCK)
     weights, left = respond(read, u, u_token, inverse, written, place, live, K, PRECISION, CHUNK, BLOCK)
-    y = finish(read, weights, left, u, u_token, states, added, place, live, REFRESHED, K, PRECISION, CHUNK, BLOCK)
+    y = finish(read, weights, left, u, u_token, states, added, place, live, K, PRECISION, CHUNK, BLOCK)
     store_tokens(output + ((row * T + start) * H + head) * K, H * K * NEXT, live, 0, y, K, CHUNK, BLOCK)

@@ -34,7 +34,7 @@ No sum depends on the order in which programs run. The forward pass saves A befo
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,26 +67,14 @@ from longseq.kernels.triton_launch import (
 
 # By the bytes of u's numbers (2 also if u is rounded to 11 bits) and the width, K rounded up to 64. Those for 2 bytes
 # were measured on an H200 with bfloat16: in kernels over chunks, more programs at a time make up for spilled registers.
+_WALKS = {"accumulate": Launch(64, 0, 4, 2), "retreat": Launch(64, 0, 4, 3)}
 LAUNCHES: dict[tuple[int, int], dict[str, Launch]] = {
-    (2, 64): {
-        "transfer": Launch(64, 0, 4, 1),
-        "summarize": Launch(64, 0, 4, 1),
-        "connect": Launch(64, 0, 4, 1),
-        "solve": Launch(64, 0, 4, 1),
-        "advance": Launch(64, 0, 4, 1),
-        "read_out": Launch(64, 0, 4, 1, 128),
-        "linearize": Launch(64, 0, 4, 1, 128),
-        "accumulate": Launch(64, 0, 4, 2),
-        "retreat": Launch(64, 0, 4, 3),
-        "differentiate_directions": Launch(64, 0, 4, 1, 128),
-    },
-    (4, 64): {
-        "advance": Launch(64, 0, 4, 1),
-        "read_out": Launch(64, 0, 8, 1),
-        "linearize": Launch(64, 0, 4, 1),
-        "retreat": Launch(64, 0, 4, 3),
-        "differentiate_directions": Launch(64, 0, 8, 1),
-    },
+    (2, 64): _WALKS
+    | dict.fromkeys(("transfer", "summarize", "connect", "solve", "advance"), Launch(64, 0, 4, 1))
+    | dict.fromkeys(("read_out", "linearize", "differentiate_directions"), Launch(64, 0, 4, 1, 128)),
+    (4, 64): _WALKS
+    | dict.fromkeys(("advance", "linearize"), Launch(64, 0, 4, 1))
+    | dict.fromkeys(("read_out", "differentiate_directions"), Launch(64, 0, 8, 1)),
 }
 fit_launches(LAUNCHES)
 CHUNKS = {2: 32, 4: 16}  # tokens of a chunk, by the same bytes
@@ -106,8 +94,9 @@ class _Plan(NamedTuple):
     launches: dict[str, Launch]
     constants: dict[str, object]  # the compile-time arguments of every kernel
 
-    def options(self, kernel: str) -> dict[str, int | None]:
-        return self.launches[kernel].options
+    def launch(self, kernel: Any, u: Tensor, programs: int, numbers: tuple[float, ...], **constants: Any) -> Any:
+        options = self.launches[kernel.__name__].options
+        return find_launch(kernel, u.device, programs, numbers, **constants, **options)
 
 
 def _plan(u: Tensor, cu_seqlens: Tensor | None, precision: str) -> _Plan:
@@ -115,8 +104,7 @@ def _plan(u: Tensor, cu_seqlens: Tensor | None, precision: str) -> _Plan:
     size = 2 if u.dtype.itemsize == 2 or precision == "tf32" else 4
     chunk = CHUNKS[size]
     sequences = count_sequences(batch, cu_seqlens)
-    constants: dict[str, object] = {"K": width, "PACKED": cu_seqlens is not None, "CHUNK": chunk}
-    constants["BLOCK"] = block_width(width, ROW[4])
+    constants: dict[str, object] = {"K": width, "CHUNK": chunk, "BLOCK": block_width(width, ROW[4])}
     slots = count_slots(batch, tokens, chunk, cu_seqlens)
     return _Plan(size == 2, chunk, slots, sequences, LAUNCHES[size, 64], constants)
 
@@ -159,7 +147,7 @@ def recursive_least_squares(
     segments, span = _cut(plan, u, cu_seqlens)
     sequence_of = sequence_of_slots(plan.slots, plan.chunk, tokens, cu_seqlens)
     output, final, states, inverse, written = _allocate(plan, x, u, dtype)
-    walk = {"REVERSE": reverse, "REFRESHED": added is not None, "EXACT": plan.half, **plan.constants}
+    walk = {"REVERSE": reverse, "EXACT": plan.half, **plan.constants}
     segment_starts, refused = None, None
     if segments > 1:
         rows = (plan.slots, heads, plan.chunk, width)
@@ -170,34 +158,23 @@ def recursive_least_squares(
         refused = final.new_empty(squares[:3], dtype=torch.int32)
         sizes = {name: plan.constants[name] for name in ("K", "BLOCK")}
         if added is not None:
-            find_launch(
-                transfer, u.device, plan.slots * heads, (tokens, heads, *strides(u)),
-                REVERSE=reverse, EXACT=plan.half, CHUNK=plan.chunk, **sizes, **plan.options("transfer"),
-            )(u, added, meeting, entering)  # fmt: skip
-        find_launch(
-            summarize, u.device, 2 * plan.sequences * heads * (segments - 1),
-            (segments, span, tokens, heads, *strides(u)),
-            REVERSE=reverse, REFRESHED=added is not None, EXACT=plan.half, CHUNK=plan.chunk, **sizes,
-            **plan.options("summarize"),
-        )(u, added, meeting, entering, passed)  # fmt: skip
-        find_launch(
-            connect, passed.device, plan.sequences * heads, (1.0 / lambda0, segments),
-            HAS_INITIAL=initial_state is not None, GROWTH=GROWTH, **sizes, **plan.options("connect"),
-        )(initial_state, passed, starts)  # fmt: skip
-        find_launch(
-            solve, starts.device, plan.sequences * heads * (segments - 1), (segments,),
-            LIMIT=LIMIT, **sizes, **plan.options("solve"),
-        )(starts, segment_starts, refused)  # fmt: skip
-    find_launch(
-        advance, u.device, plan.sequences * heads * segments,
-        (1.0 / lambda0, segments, span, tokens, heads, *strides(u)),
-        HAS_INITIAL=initial_state is not None, SEGMENTED=segments > 1, **walk, **plan.options("advance"),
-    )(u, added, initial_state, cu_seqlens, segment_starts, refused, states, inverse, written, final)  # fmt: skip
-    find_launch(
-        read_out, x.device, plan.slots * heads, (tokens, heads, *strides(x), *strides(u)),
-        REVERSE=reverse, REFRESHED=added is not None, PRECISION=precision, **plan.constants,
-        **plan.options("read_out"),
-    )(x, u, added, cu_seqlens, sequence_of, states, inverse, written, output)  # fmt: skip
+            plan.launch(transfer, u, plan.slots * heads, (tokens, heads, *strides(u)), **walk)(
+                u, added, meeting, entering
+            )
+        programs, numbers = plan.sequences * heads * (segments - 1), (segments, span, tokens, heads, *strides(u))
+        plan.launch(summarize, u, 2 * programs, numbers, **walk)(u, added, meeting, entering, passed)
+        plan.launch(connect, u, plan.sequences * heads, (1.0 / lambda0, segments), GROWTH=GROWTH, **sizes)(
+            initial_state, passed, starts
+        )
+        plan.launch(solve, u, programs, (segments,), LIMIT=LIMIT, **sizes)(starts, segment_starts, refused)
+    of_walk = (1.0 / lambda0, segments, span, tokens, heads, *strides(u))
+    plan.launch(advance, u, plan.sequences * heads * segments, of_walk, **walk)(
+        u, added, initial_state, cu_seqlens, segment_starts, refused, states, inverse, written, final
+    )
+    numbers, options = (tokens, heads, *strides(x), *strides(u)), {"REVERSE": reverse, "PRECISION": precision}
+    plan.launch(read_out, u, plan.slots * heads, numbers, **options, **plan.constants)(
+        x, u, added, cu_seqlens, sequence_of, states, inverse, written, output
+    )
     return output, final, states, inverse, written
 
 
@@ -252,44 +229,33 @@ def recursive_least_squares_backward(
         read, d_read, solved = torch.empty_like(written), torch.empty_like(written), torch.empty_like(written)
         weights, d_weights = torch.empty_like(inverse), torch.empty_like(inverse)
         kept = [transitions, read, d_read, weights, d_weights, solved]
-    find_launch(
-        linearize, x.device, (2 if walks else 1) * plan.slots * heads,
-        (tokens, heads, *strides(x), *strides(u), *strides(d_output)),
-        REVERSE=reverse, REFRESHED=added is not None, PRECISION=precision, **plan.constants,
-        **plan.options("linearize"),
-    )(
-        x, u, added, cu_seqlens, sequence_of, states, inverse, written, d_output, *kept, d_x if wants_x else None,
-    )  # fmt: skip
+    over_chunks = {"REVERSE": reverse, "PRECISION": precision, **plan.constants}
+    numbers = (tokens, heads, *strides(x), *strides(u), *strides(d_output))
+    plan.launch(linearize, u, (2 if walks else 1) * plan.slots * heads, numbers, **over_chunks)(
+        x, u, added, cu_seqlens, sequence_of, states, inverse, written, d_output, *kept, d_x if wants_x else None
+    )
     if not walks:
         return d_x, d_u, d_initial
     d_states = torch.empty_like(states)
     if not wants_A:
         d_initial = states.new_empty((plan.sequences, heads, width, width))
     segment_transitions, segment_gains = None, None
+    numbers, walk = (segments, span, tokens, heads), {"PRECISION": precision, **plan.constants}
     if segments > 1:
         squares = (plan.sequences, heads, segments, width, width)
         segment_transitions = transitions.new_empty((2, *squares))
         segment_gains = states.new_empty(squares)
-        find_launch(
-            accumulate, transitions.device, 2 * plan.sequences * heads * (segments - 1),
-            (segments, span, tokens, heads),
-            PRECISION=precision, **plan.constants, **plan.options("accumulate"),
-        )(transitions, read, d_read, segment_transitions, segment_gains)  # fmt: skip
-    find_launch(
-        retreat, transitions.device, plan.sequences * heads * segments, (segments, span, tokens, heads),
-        HAS_FINAL=d_final is not None, SEGMENTED=segments > 1, PRECISION=precision, **plan.constants,
-        **plan.options("retreat"),
-    )(
-        cu_seqlens, transitions, read, d_read, segment_transitions, segment_gains, d_final, d_states, d_initial,
-    )  # fmt: skip
+        plan.launch(accumulate, u, 2 * plan.sequences * heads * (segments - 1), numbers, **walk)(
+            transitions, read, d_read, segment_transitions, segment_gains
+        )
+    plan.launch(retreat, u, plan.sequences * heads * segments, numbers, **walk)(
+        cu_seqlens, transitions, read, d_read, segment_transitions, segment_gains, d_final, d_states, d_initial
+    )
     if wants_u:
-        find_launch(
-            differentiate_directions, u.device, plan.slots * heads, (tokens, heads, *strides(u)),
-            REVERSE=reverse, REFRESHED=added is not None, PRECISION=precision, **plan.constants,
-            **plan.options("differentiate_directions"),
-        )(
-            u, added, cu_seqlens, sequence_of, states, d_states, read, d_read, weights, d_weights, solved, d_u,
-        )  # fmt: skip
+        numbers = (tokens, heads, *strides(u))
+        plan.launch(differentiate_directions, u, plan.slots * heads, numbers, **over_chunks)(
+            u, added, cu_seqlens, sequence_of, states, d_states, read, d_read, weights, d_weights, solved, d_u
+        )
     if not wants_A:
         return d_x, d_u, states.new_empty((0,))
     if cu_seqlens is None:

@@ -70,8 +70,7 @@ def transfer(
 @triton.jit(do_not_specialize=WALK)
 def summarize(
     u, added, meeting, entering, passed, segments, span, T, H, u_row, u_token, u_head,
-    K: tl.constexpr, REVERSE: tl.constexpr, REFRESHED: tl.constexpr, EXACT: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
+    K: tl.constexpr, REVERSE: tl.constexpr, EXACT: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """For one segment (not the last) of one head of one sequence: what (I, 0) becomes, or for odd programs (0, I)."""
     from_z = tl.program_id(0) % 2
@@ -87,7 +86,7 @@ def summarize(
         t = m * CHUNK
         place = ((n * chunks + m) * H + head) * CHUNK * K
         rows = load_rows(u + t.to(tl.int64) * u_token, u_token, T - t, K, EXACT, CHUNK, BLOCK)
-        if REFRESHED:
+        if added is not None:
             later = load_numbers(added + n * T + t, 1, T - t, CHUNK)
             total = tl.sum(later, 0)
             later = tl.cumsum(later, 0, reverse=True)
@@ -131,12 +130,11 @@ def _invert(z, transposed):
 
 @triton.jit(do_not_specialize=WALK)
 def connect(
-    initial, passed, starts, first, segments,
-    K: tl.constexpr, HAS_INITIAL: tl.constexpr, GROWTH: tl.constexpr, BLOCK: tl.constexpr,
+    initial, passed, starts, first, segments, K: tl.constexpr, GROWTH: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """For one head of one sequence: X and Z before each segment but the first; a large Z is replaced by one near I."""
     place = tl.program_id(0).to(tl.int64)
-    x = first_state(initial, first, place, True, K, HAS_INITIAL, BLOCK)
+    x = first_state(initial, first, place, True, K, BLOCK)
     z = identity(BLOCK)
     for segment in range(0, segments - 1):
         square = (place * segments + segment) * 4 * K * K

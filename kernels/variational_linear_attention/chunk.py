@@ -69,7 +69,6 @@ def variational_linear_attention_chunk(
             cu_seqlens=None,
             chunk_size=chunk_size,
             reverse=False,
-            recompute=False,
         )
         assert inverse is not None
         assert memory is not None

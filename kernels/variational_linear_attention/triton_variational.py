@@ -79,9 +79,7 @@ def variational_linear_attention(
         )
         write = unit(alpha, unit_dtype) if normalize_alpha else alpha
         strength = torch.ones_like(k[..., 0])
-        o, memory, kept = delta_rule(
-            q, read, v.float(), strength, write, None, S, cu_seqlens, 1.0, reverse, half, save, False
-        )
+        o, memory, kept = delta_rule(q, read, v.float(), strength, write, None, S, cu_seqlens, 1.0, reverse, half, save)
         # Without the normaliser, the call is needed for the last z only.
         values = o if normalizer else torch.zeros_like(o)
         quotient, sums, products, key_sums = divide_by_keys(values, q, k, z, cu_seqlens, reverse, eps, v.dtype)
@@ -98,7 +96,7 @@ def _(q, k, v, u, added, S, A, z, cu_seqlens, lambda0, reverse, eps, normalize_k
     alpha, inverse, *found = recursive_least_squares(
         k, _directions(k, u), added, A, cu_seqlens, lambda0, reverse, _precision(v), torch.float32
     )
-    o, memory, kept = delta_rule(q, read, value, strength, read, None, S, cu_seqlens, 1.0, reverse, half, save, False)
+    o, memory, kept = delta_rule(q, read, value, strength, read, None, S, cu_seqlens, 1.0, reverse, half, save)
     units = [torch.empty_like(read) for normalized in (normalize_key, normalize_alpha) if normalized]
     products, key_sums = alpha.new_empty(alpha.shape[:3]), allocate_sums(k, cu_seqlens)
     kept = [*units, alpha, o, products, key_sums, *found, *kept] if save else []
@@ -159,7 +157,7 @@ def variational_linear_attention_backward(
             d_values, d_products, d_sums = d_output.float(), torch.zeros_like(products), torch.zeros_like(key_sums)
         strength = torch.ones_like(k[..., 0])
         d_query, d_read, d_v, _, d_write, _, d_S = delta_rule_backward(
-            q, read, strength, write, None, cu_seqlens, kept, d_values, d_memory, 1.0, reverse, half, wants_q, rest
+            q, read, strength, write, None, cu_seqlens, kept, d_values, d_memory, 1.0, reverse, half
         )
         d_solved = d_read
         if rest:

@@ -530,24 +530,6 @@ def test_half_precision_values_beside_float32_keys(interpreted, op):
         assert error(actual[name], value) <= 3e-3, name
 
 
-@pytest.mark.slow
-def test_delta_rule_recomputes_what_it_did_not_keep(interpreted):
-    inputs = make_inputs("delta_rule", "gated_write_key", tokens=70, batch=1, dtype=torch.float16, sizes={"H": 1})
-    expected = gradients(inputs, backend="triton")
-    actual = gradients(inputs, backend="triton", recompute=True)
-    assert all(torch.equal(actual[name], value) for name, value in expected.items())
-
-    def kept(recompute):
-        tensors = {}
-        leaves = inputs.map(lambda x: x.detach().requires_grad_())
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: tensors.setdefault(x.data_ptr(), x), lambda x: x):
-            leaves.run(backend="triton", recompute=recompute)
-        own = {x.data_ptr() for x in leaves.tensors.values()}
-        return sum(x.numel() for place, x in tensors.items() if place not in own)
-
-    assert kept(True) == 0 < kept(False)
-
-
 # Gates per channel up to 3 need pairs of blocks of 2 tokens, those up to 30 of 1.
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -693,7 +675,7 @@ def refused(monkeypatch):
     solve = kernels.solve
 
     class Watched:
-        arg_names = solve.arg_names
+        __name__, arg_names = "solve", solve.arg_names
 
         def __getitem__(self, grid):
             def launch(*args, **kwargs):
