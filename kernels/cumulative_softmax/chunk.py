@@ -6,7 +6,6 @@ from torch.nn import functional
 
 from longseq.kernels.chunks import scan
 from longseq.kernels.cumulative_softmax.reference import NOTHING, empty_state
-from longseq.kernels.custom_op import refuse_transforms
 from longseq.kernels.dispatch import is_exporting
 from longseq.kernels.once_differentiable import once_differentiable
 from longseq.kernels.precision import without_autocast
@@ -28,7 +27,6 @@ def cumulative_softmax_torch(
             return _forward(logits, state)
         if is_exporting():
             return _exported(logits, state)
-        refuse_transforms()
         return _CumulativeSoftmax.apply(logits, state)
 
     # Packed segments are padded with zeros, which are valid logits: the second sequence marks the real tokens.

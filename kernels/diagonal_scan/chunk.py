@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longseq.kernels.chunks import balanced_chunk_size, scan
-from longseq.kernels.custom_op import refuse_transforms
 from longseq.kernels.diagonal_scan.reference import finite_rates, scan_each_way
 from longseq.kernels.dispatch import is_exporting
 from longseq.kernels.once_differentiable import once_differentiable
@@ -50,7 +49,6 @@ def longhorn_scan_chunk(
 
     def core(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
         if not is_exporting():
-            refuse_transforms()
             return _LonghornScan.apply(*sequences, state, chunk_size)
         x, q, k, beta = (sequence.to(state.dtype) for sequence in sequences)
         epsilon = _epsilon(k, beta)
@@ -96,7 +94,6 @@ def selective_scan_chunk(
     def core(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
         x, delta, B, C = sequences
         if not is_exporting():
-            refuse_transforms()
             return _SelectiveScan.apply(x, delta, A, B, C, state, chunk_size)
         x, delta, B, C = (tensor.to(state.dtype) for tensor in sequences)
         loop = _scripted if torch.jit.is_tracing() else _exported

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longseq.kernels.custom_op import custom_op
+from longseq.kernels.custom_op import Gradients, custom_op
 from longseq.kernels.devices import rows_of
 from longseq.kernels.triton_launch import cdiv, find_launch, launch_options, next_power_of_2
 
@@ -113,10 +113,14 @@ def _plan(z: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[int, int, int, int
     return parts, rows, columns, columns // A_log.shape[-1], blocks, over_d, options
 
 
-@custom_op("log_decay")
+def _allocate(z: Tensor, *_: Any) -> Tensor:
+    return z.new_empty(z.shape, dtype=torch.float32)
+
+
+@custom_op("log_decay", _allocate)
 def log_decay(z: Tensor, A_log: Tensor, dt_bias: Tensor, bound: float | None) -> Tensor:
     """The log decays, of the shape of z."""
-    g = z.new_empty(z.shape, dtype=torch.float32)
+    g = _allocate(z)
     parts, rows, columns, channels, blocks, over_d, options = _plan(z, A_log, dt_bias)
     inputs, z_row = rows_of(z.flatten(A_log.dim() - dt_bias.dim() - 1))
     find_launch(
@@ -126,17 +130,12 @@ def log_decay(z: Tensor, A_log: Tensor, dt_bias: Tensor, bound: float | None) ->
     return g
 
 
-@log_decay.register_fake
-def _(z, A_log, dt_bias, bound):
-    return z.new_empty(z.shape, dtype=torch.float32)
-
-
-@custom_op("log_decay_backward")
+@log_decay.gradient(3)
 def log_decay_backward(
-    z: Tensor, A_log: Tensor, dt_bias: Tensor, dg: Tensor, bound: float | None, weighs: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of z, A_log and dt_bias; those of the parameters are empty without `weighs`."""
-    dz = z.new_empty(z.shape)
+    z: Tensor, A_log: Tensor, dt_bias: Tensor, dg: Tensor, bound: float | None, wanted: list[bool]
+) -> Gradients:
+    """The gradients of z, A_log and dt_bias."""
+    dz, weighs = z.new_empty(z.shape), wanted[1] or wanted[2]
     parts, rows, columns, channels, blocks, over_d, options = _plan(z, A_log, dt_bias)
     (inputs, z_row), (gradients, dg_row) = (rows_of(x.flatten(A_log.dim() - dt_bias.dim() - 1)) for x in (z, dg))
     programs = min(blocks, max(1, PROGRAMS // (parts * over_d))) if weighs else blocks
@@ -147,30 +146,10 @@ def log_decay_backward(
         BOUNDED=bound is not None, WEIGHS=weighs, **options,
     )(inputs, A_log.contiguous(), dt_bias.contiguous(), gradients, dz, sums)  # fmt: skip
     if not weighs:
-        return dz, z.new_empty(0), z.new_empty(0)
+        return dz, None, None
     d_bias, d_log = sums.sum(2)
     d_log = d_log.view(*A_log.shape, channels).sum(-1)
     return dz, d_log.to(A_log.dtype), d_bias.view_as(dt_bias).to(dt_bias.dtype)
-
-
-@log_decay_backward.register_fake
-def _(z, A_log, dt_bias, dg, bound, weighs):
-    parameters = [x.new_empty(x.shape) if weighs else z.new_empty(0) for x in (A_log, dt_bias)]
-    return z.new_empty(z.shape), *parameters
-
-
-def _setup_context(ctx, inputs, output):
-    *tensors, ctx.bound = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _differentiate(ctx, dg):
-    weighs = any(ctx.needs_input_grad[1:3])
-    dz, d_log, d_bias = log_decay_backward(*ctx.saved_tensors, dg, ctx.bound, weighs)
-    return dz, d_log if weighs else None, d_bias if weighs else None, None
-
-
-log_decay.register_autograd(_differentiate, setup_context=_setup_context)
 
 
 def log_decay_triton(z: Tensor, A_log: Tensor, dt_bias: Tensor, *, bound: float | None) -> Tensor:

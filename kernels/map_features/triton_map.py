@@ -76,42 +76,24 @@ def _launch(kernel, x: Tensor, tensors: list[Tensor], feature_map: str, norm: in
     )(rows, *tensors)  # fmt: skip
 
 
-@custom_op("map_features")
+def _allocate(x: Tensor, feature_map: str, norm: int, scale: float, dtype: torch.dtype) -> Tensor:
+    return x.new_empty(x.shape, dtype=dtype)
+
+
+@custom_op("map_features", _allocate)
 def map_features(x: Tensor, feature_map: str, norm: int, scale: float, dtype: torch.dtype) -> Tensor:
     """The features [..., H, K] in `dtype`; `norm` is 0 (no norm), 1 or 2."""
-    y = x.new_empty(x.shape, dtype=dtype)
+    y = _allocate(x, feature_map, norm, scale, dtype)
     _launch(apply_map, x, [y], feature_map, norm, scale)
     return y
 
 
-@map_features.register_fake
-def _(x, feature_map, norm, scale, dtype):
-    return x.new_empty(x.shape, dtype=dtype)
-
-
-@custom_op("map_features_backward")
+@map_features.gradient(1)
 def map_features_backward(x: Tensor, dy: Tensor, feature_map: str, norm: int, scale: float) -> Tensor:
     """The gradient of x."""
     dx = x.new_empty(x.shape)
     _launch(differentiate_mapped, x, [dy.contiguous(), dx], feature_map, norm, scale)
     return dx
-
-
-@map_features_backward.register_fake
-def _(x, dy, feature_map, norm, scale):
-    return x.new_empty(x.shape)
-
-
-def _setup_context(ctx, inputs, output):
-    x, *ctx.options, _ = inputs
-    ctx.save_for_backward(x)
-
-
-def _differentiate(ctx, dy):
-    return map_features_backward(*ctx.saved_tensors, dy, *ctx.options), None, None, None, None
-
-
-map_features.register_autograd(_differentiate, setup_context=_setup_context)
 
 
 def map_features_triton(

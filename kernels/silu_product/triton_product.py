@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longseq.kernels.custom_op import custom_op
+from longseq.kernels.custom_op import Gradients, custom_op
 from longseq.kernels.devices import rows_of
 from longseq.kernels.triton_launch import cdiv, find_launch, launch_options, next_power_of_2
 
@@ -126,14 +126,18 @@ def _blocks(channels: int) -> dict[str, int]:
     return {"BLOCK_R": rows, "BLOCK_D": columns, **launch_options(min(max(rows * columns // WARP, 1), 8))}
 
 
-@custom_op("silu_product")
+def _allocate(x: Tensor, gate: Tensor, *_: Tensor | None) -> Tensor:
+    return x.new_empty(gate.shape, dtype=torch.promote_types(x.dtype, gate.dtype))
+
+
+@custom_op("silu_product", _allocate)
 def silu_product(x: Tensor, gate: Tensor, skip: Tensor | None, skip_weight: Tensor | None) -> Tensor:
     """The gated product [..., D]; its type is the promotion of those of x and gate.
 
     With skip_weight [2, D], the first dimension of x and skip holds two readings, one half each, and the gate
     multiplies their sum.
     """
-    y = x.new_empty(gate.shape, dtype=torch.promote_types(x.dtype, gate.dtype))
+    y = _allocate(x, gate)
     (values, x_row), (gates, gate_row) = rows_of(x), rows_of(gate)
     skips, skip_row = (None, 0) if skip is None else rows_of(skip)
     channels = gate.shape[-1]
@@ -151,22 +155,14 @@ def _is_pair(skip_weight: Tensor | None) -> bool:
     return skip_weight is not None and skip_weight.dim() == 2
 
 
-@silu_product.register_fake
-def _(x, gate, skip, skip_weight):
-    return x.new_empty(gate.shape, dtype=torch.promote_types(x.dtype, gate.dtype))
-
-
-@custom_op("silu_product_backward")
+@silu_product.gradient(4)
 def silu_product_backward(
-    x: Tensor, gate: Tensor, skip: Tensor | None, skip_weight: Tensor | None, dy: Tensor, weighs: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of x, gate, skip and skip_weight.
-
-    The last two are empty without a skip; the last one is also empty without `weighs`.
-    """
+    x: Tensor, gate: Tensor, skip: Tensor | None, skip_weight: Tensor | None, dy: Tensor, wanted: list[bool]
+) -> Gradients:
+    """The gradients of x, gate, skip and skip_weight."""
     dx, d_gate = x.new_empty(x.shape), gate.new_empty(gate.shape)
     d_skip = x.new_empty((0,)) if skip is None else skip.new_empty(skip.shape)
-    return dx, d_gate, d_skip, differentiate(x, gate, skip, skip_weight, dy, dx, d_gate, d_skip, weighs)
+    return dx, d_gate, d_skip, differentiate(x, gate, skip, skip_weight, dy, dx, d_gate, d_skip, wanted[3])
 
 
 def differentiate(
@@ -199,30 +195,6 @@ def differentiate(
         dx, d_gate, d_skip, parts,
     )  # fmt: skip
     return parts.sum(-2).to(skip_weight.dtype) if weighs and skip_weight is not None else x.new_empty((0,))
-
-
-@silu_product_backward.register_fake
-def _(x, gate, skip, skip_weight, dy, weighs):
-    return (
-        x.new_empty(x.shape),
-        gate.new_empty(gate.shape),
-        x.new_empty((0,)) if skip is None else skip.new_empty(skip.shape),
-        x.new_empty((0,)) if skip_weight is None or not weighs else skip_weight.new_empty(skip_weight.shape),
-    )
-
-
-def _setup_context(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
-
-
-def _differentiate(ctx, dy):
-    x, gate, skip, skip_weight = ctx.saved_tensors
-    weighs = ctx.needs_input_grad[3]
-    dx, d_gate, d_skip, d_weight = silu_product_backward(x, gate, skip, skip_weight, dy, weighs)
-    return dx, d_gate, None if skip is None else d_skip, d_weight if weighs else None
-
-
-silu_product.register_autograd(_differentiate, setup_context=_setup_context)
 
 
 def silu_product_triton(x: Tensor, gate: Tensor, *, skip: Tensor | None, skip_weight: Tensor | None) -> Tensor:
