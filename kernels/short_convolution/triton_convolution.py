@@ -11,7 +11,8 @@ device. Each program writes its own sums for the weights and the bias, and torch
 result is the same in every run.
 """
 
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
 import triton
@@ -573,43 +574,26 @@ causal_convolution.register_autograd(_differentiate, setup_context=_setup_contex
 
 
 def short_convolution_triton(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    activation: str | None,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    cu_seqlens: Tensor | None,
-    mask: Tensor | None,
-    reverse: Reverse,
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, activation: str | None, mask: Tensor | None, **call: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """`short_convolution` as one kernel on tokens in place; with a mask, the real tokens are first gathered."""
-    if weight.dim() == 3 and mask is not None:
-        return convolve_each_way(
-            short_convolution_triton, x, weight, bias, initial_state,
-            activation=activation, output_final_state=output_final_state, cu_seqlens=None, mask=mask,
-        )  # fmt: skip
-    taps = weight.shape[-1] - 1
+    """`short_convolution` as one kernel on tokens in place; with a mask, the real tokens are first gathered.
+
+    `call` is for `run_recurrence`, which the masked form takes.
+    """
     silu = activation == "silu"
     if mask is None:
+        state, cu_seqlens, reverse = call["initial_state"], call["cu_seqlens"], call["reverse"]
         cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(x.device).contiguous()
-        y = causal_convolution(x, weight, bias, initial_state, cu_seqlens, silu, number_of(reverse))
-        return y, last_states(x, weight, initial_state, cu_seqlens, reverse) if output_final_state else None
+        y = causal_convolution(x, weight, bias, state, cu_seqlens, silu, number_of(reverse))
+        return y, last_states(x, weight, state, cu_seqlens, reverse) if call["output_final_state"] else None
+    if weight.dim() == 3:
+        convolve = partial(short_convolution_triton, activation=activation, mask=mask)
+        return convolve_each_way(convolve, x, weight, bias, **call)
 
     def convolve_window(window: Tensor) -> Tensor:
-        return causal_convolution(window.mT, weight, bias, None, None, silu, 0)[:, taps:].mT
+        return causal_convolution(window.mT, weight, bias, None, None, silu, 0)[:, weight.shape[1] - 1 :].mT
 
-    return convolve_windows(
-        convolve_window,
-        x,
-        weight.shape,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        cu_seqlens=None,
-        mask=mask,
-        reverse=reverse,
-    )
+    return convolve_windows(convolve_window, x, weight.shape, activation=None, mask=mask, **call)
 
 
 def last_states(
