@@ -44,7 +44,7 @@ from measure import one_line
 
 import longseq.kernels
 from longseq.kernels import list_ops
-from longseq.kernels.dispatch import backends, explain, list_local_ops, list_stepped_ops
+from longseq.kernels.dispatch import backends, explain, list_stepped_ops
 from longseq.kernels.self_test import SELF_TEST_VARIABLE, find_trial, list_calls
 from longseq.kernels.token_choice.fused import list_calls as list_choice_calls
 from longseq.kernels.triton_launch import UNFUSED
@@ -84,7 +84,7 @@ class _SharedMemoryIsKnown(Exception):
 
 def list_compiled() -> list[str]:
     """The operations with Triton kernels, including those for one token."""
-    names = [*list_ops(), *list_local_ops(), *(f"{op}_step" for op in list_stepped_ops())]
+    names = [*list_ops(), *list_ops("local"), *(f"{op}_step" for op in list_stepped_ops())]
     return [*(op for op in names if "triton" in [backend.name for backend in backends(op)]), *UNTESTED]
 
 

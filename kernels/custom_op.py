@@ -141,7 +141,7 @@ def _without_none(function: Callable[..., Gradients], count: int) -> Callable[..
         return tuple(x if want and x is not None else args[0].new_empty(0) for x, want in pairs)
 
     signature = inspect.signature(function)
-    results = tuple[(Tensor,) * count]  # type: ignore[misc]
+    results: Any = tuple.__class_getitem__((Tensor,) * count)
     differentiate.__signature__ = signature.replace(return_annotation=results)  # type: ignore[attr-defined]
     return differentiate
 

@@ -30,8 +30,6 @@ from longseq.kernels.dispatch import (
     loop_reasons,
     no_reasons,
     register,
-    register_local,
-    register_step,
     select,
     unpacking_reasons,
 )
@@ -194,7 +192,7 @@ def operation(
 
             forms.append(Backend("triton", kernels, find_reasons))
         if reference is None:
-            register_local(op, *forms, Backend("torch", torch))
+            register(op, *forms, Backend("torch", torch), kind="local")
         else:
             chunked = Backend("torch", torch, unpacking_reasons)
             register(op, *forms, chunked, Backend("reference", reference, loop_reasons))
@@ -222,7 +220,7 @@ def step(
     def decorate(function: Function) -> Function:
         name = function.__name__
         kernel = Later(f"{function.__module__}.triton_step", f"{name}_triton")
-        register_step(name.removesuffix("_step"), Backend("triton", kernel, reasons), Backend("torch", torch))
+        register(name, Backend("triton", kernel, reasons), Backend("torch", torch), kind="step")
         return dispatched(name, function, recurrence.judge_step, prepare)
 
     return decorate

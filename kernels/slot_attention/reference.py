@@ -40,8 +40,8 @@ def slot_attention_reference(
     """`slot_attention`, one token at a time. `chunk_size` is ignored; `call` is for `run_recurrence`."""
 
     def step(token: list[Any], state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        *tensors, write = token
-        return slot_attention_step_torch(*tensors, state, write=write, scale=scale, activation=activation)
+        q, k, v, g, write = token
+        return slot_attention_step_torch(q, k, v, g, state, write=write, scale=scale, activation=activation)
 
     first = partial(empty_slots, k, v, g)
     return run_tokens(step, (q, k, v, g, write), state_shape=first, output_dtype=v.dtype, **call)

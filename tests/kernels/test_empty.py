@@ -7,10 +7,10 @@ import torch
 from kernel_inputs import gradients, make_inputs, results, takes
 
 from longseq.kernels import list_ops, short_convolution, token_loss
-from longseq.kernels.dispatch import backends, list_local_ops, list_stepped_ops
+from longseq.kernels.dispatch import backends, list_stepped_ops
 from longseq.kernels.recurrence import each
 
-LOCAL = list_local_ops()
+LOCAL = list_ops("local")
 FORMS = [(op, backend.name) for op in (*list_ops(), *LOCAL) for backend in backends(op)]
 CHANNELS = ("longhorn_scan", "selective_scan", "short_convolution", "silu_product")  # in place of heads
 # A norm of no channels and a share of none among heads are no calls.
