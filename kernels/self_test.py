@@ -188,7 +188,7 @@ class _Test(NamedTuple):
         if self.device.type == "cuda":
             gpu = torch.cuda.get_device_name(self.device)
             capability = "{}.{}".format(*torch.cuda.get_device_capability(self.device))
-        call = {"op": self.op, "dtype": str(self.dtype).removeprefix("torch."), "reverse": self.reverse}
+        call: dict[str, Any] = {"op": self.op, "dtype": str(self.dtype).removeprefix("torch."), "reverse": self.reverse}
         call |= {"mixed": self.mixed, "packed": self.packed, "kind": self.kind, "widths": self.widths}
         place = {"gpu": gpu, "capability": capability, "triton": triton.__version__, "torch": str(torch.__version__)}
         return {**call, **place, "sources": _hash_sources()}
