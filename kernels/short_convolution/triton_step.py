@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longseq.kernels.custom_op import custom_op
+from longseq.kernels.custom_op import custom_op, results_like
 from longseq.kernels.devices import channels_adjacent
 from longseq.kernels.triton_launch import cdiv, find_launch, launch_options
 from longseq.kernels.triton_steps import UNSPECIALISED, load_vector, row_tile, store_vector
@@ -42,7 +42,7 @@ def _step(
     tl.store(after + place - 1, window, mask=own & (j > 0) & (j < WIDTH))
 
 
-@custom_op("short_convolution_step")
+@custom_op("short_convolution_step", results_like(0, 3))
 def short_convolution_step(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, silu: bool
 ) -> tuple[Tensor, Tensor]:
@@ -58,11 +58,6 @@ def short_convolution_step(
         **launch_options(tile.warps),
     )(x, weight, bias, state, output, after)  # fmt: skip
     return output, after
-
-
-@short_convolution_step.register_fake
-def _(x, weight, bias, state, silu):
-    return x.new_empty(x.shape), state.new_empty(state.shape)
 
 
 def short_convolution_step_triton(

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longseq.kernels.custom_op import custom_op
+from longseq.kernels.custom_op import custom_op, results_like
 from longseq.kernels.devices import channels_adjacent
 from longseq.kernels.triton_launch import cdiv, find_launch, launch_options
 from longseq.kernels.triton_steps import UNSPECIALISED, column_tile, load_vector, place, store_vector, strides
@@ -81,7 +81,7 @@ def _step(
     store_vector(output + n * V, column, tl.sum(held * weights[:, None], 0), V, BLOCK_V)
 
 
-@custom_op("slot_attention_step")
+@custom_op("slot_attention_step", results_like(2, 4, 5))
 def slot_attention_step(
     q: Tensor,
     k: Tensor,
@@ -108,11 +108,6 @@ def slot_attention_step(
         BLOCK_K=key_tile.columns, BLOCK_V=tile.columns, **launch_options(max(tile.warps, key_tile.warps)),
     )(q, k, v, g, write, keys, values, output, keys_after, values_after)  # fmt: skip
     return output, keys_after, values_after
-
-
-@slot_attention_step.register_fake
-def _(q, k, v, g, keys, values, write, scale, activation):
-    return v.new_empty(v.shape), keys.new_empty(keys.shape), values.new_empty(values.shape)
 
 
 def slot_attention_step_triton(

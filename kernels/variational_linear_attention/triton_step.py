@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longseq.kernels.custom_op import custom_op
+from longseq.kernels.custom_op import custom_op, results_like
 from longseq.kernels.delta_rule.triton_step import write_and_read
 from longseq.kernels.devices import channels_adjacent
 from longseq.kernels.recursive_least_squares.triton_step import update_inverse
@@ -56,7 +56,7 @@ def _step(
         store_vector(sums_after + n * K, 0, z, K, BLOCK_K)
 
 
-@custom_op("variational_linear_attention_step")
+@custom_op("variational_linear_attention_step", results_like(2, 4, 5, 6, 7))
 def variational_linear_attention_step(
     q: Tensor,
     k: Tensor,
@@ -88,11 +88,6 @@ def variational_linear_attention_step(
         BLOCK_K=tile.rows, BLOCK_V=tile.columns, **launch_options(tile.warps),
     )(q, k, v, alpha, S, z, output, S_after, z_after)  # fmt: skip
     return output, S_after, A_after, z_after, steps_after
-
-
-@variational_linear_attention_step.register_fake
-def _(q, k, v, u, S, A, z, steps, refresh_period, refresh, eps, normalize_key, normalize_alpha, normalizer):
-    return v.new_empty(v.shape), *(x.new_empty(x.shape) for x in (S, A, z, steps))
 
 
 def variational_linear_attention_step_triton(
