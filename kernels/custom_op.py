@@ -2,7 +2,8 @@
 
 import inspect
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import partial, wraps
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -69,41 +70,54 @@ class CustomOp:
         self.differentiable = type(self.name, (torch.autograd.Function,), methods)
 
     def gradient(
-        self, count: int, *, outputs: int = 0, fake: Callable[..., Any] | None = None
+        self, names: str, *, outputs: int = 0, fake: Callable[..., Any] | None = None
     ) -> Callable[[Callable[..., Any]], "CustomOp"]:
         """Make a function the gradient of this operation, and an operation `longseq::<name>_backward`.
 
-        The function returns the gradients of its first `count` arguments, each contiguous or None if it is not wanted.
-        Its parameters are in this order: tensors that this operation takes, by the same names; the last `outputs`
-        results of this operation; the gradients of its first results; other arguments of this operation, by the same
-        names; and `wanted`, a list of `count` booleans. A single gradient is always wanted: it is returned as it is,
-        and there is no `wanted`.
+        The function returns the gradients of the arguments in `names`, None for those that are not wanted. Its
+        parameters are, in this order: tensors that this operation takes, by the same names; the last `outputs` results
+        of this operation, or `kept`, if that is the list that it returns last; the gradients of its first results;
+        other arguments of this operation, by the same names; and `wanted`, a boolean for each of `names`. A single
+        gradient is always wanted: it is returned as it is, and there is no `wanted`. Where results are saved, gradients
+        can be None, but for the first one. Unless there is a `fake`, the function takes all `names`, and what it
+        returns is contiguous.
         """
 
         def register(function: Callable[..., Any]) -> CustomOp:
-            registered = _without_none(function, count) if count > 1 else function
+            ours, own = (list(inspect.signature(one).parameters) for one in (self.function, function))
+            places = [ours.index(name) for name in names.split()]
+            saved = [ours.index(name) for name in takewhile(ours.__contains__, own)]
+            others = [ours.index(name) for name in own[len(saved) :] if name in ours]
+            is_single, has_list, keeps = len(places) == 1, "kept" in own, outputs > 0 or "kept" in own
+            arrived = len(own) - len(saved) - len(others) - max(outputs, has_list) - (not is_single)
+
+            registered = function if is_single else _without_none(function, len(places))
             backward = CustomOp(f"{self.name}_backward", function, registered)
-            backward.register_fake(fake or (_like_arguments if count > 1 else results_like(0)))
-            names, own = list(inspect.signature(self.function).parameters), inspect.signature(function).parameters
-            first = next(i for i, name in enumerate(own) if name not in names)
-            places = [names.index(name) for name in own if name in names]
-            saved, others = places[:first], places[first:]
-            arrived = len(own) - len(places) - outputs - (count > 1)
+            like = [own.index(name) for name in names.split() if name in own]
+            backward.register_fake(fake or (results_like(*like) if is_single else partial(_like_arguments, like)))
 
             def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-                ctx.save_for_backward(*[inputs[i] for i in saved], *(output[-outputs:] if outputs else ()))
-                ctx.options = [inputs[i] for i in others]
-                if outputs:
+                kept = output[-1] if has_list else output[-outputs:] if outputs else ()
+                ctx.save_for_backward(*[inputs[i] for i in saved], *kept)
+                ctx.others = [inputs[i] for i in others]
+                if keeps:
                     ctx.set_materialize_grads(False)
+                    ctx.first = output[0].shape, output[0].dtype
 
             def differentiate(ctx: Any, *gradients: Tensor | None) -> Gradients:
-                every: list[Tensor | None] = [None] * len(names)
-                call = (*ctx.saved_tensors, *gradients[:arrived], *ctx.options)
-                if count == 1:
-                    every[saved[0]] = backward(*call)
+                call: Any = ctx.saved_tensors
+                if has_list:
+                    call = *call[: len(saved)], list(call[len(saved) :])
+                if gradients[0] is None:
+                    shape, dtype = ctx.first
+                    gradients = (call[0].new_zeros(shape, dtype=dtype), *gradients[1:])
+                call = *call, *gradients[:arrived], *ctx.others
+                every: list[Tensor | None] = [None] * len(ours)
+                if is_single:
+                    every[places[0]] = backward(*call)
                     return tuple(every)
-                wanted = [ctx.needs_input_grad[i] for i in saved[:count]]
-                for place, want, gradient in zip(saved, wanted, backward(*call, wanted)):  # noqa: B905
+                wanted = [ctx.needs_input_grad[i] for i in places]
+                for place, want, gradient in zip(places, wanted, backward(*call, wanted)):  # noqa: B905
                     every[place] = gradient if want else None
                 return tuple(every)
 
@@ -146,10 +160,10 @@ def _without_none(function: Callable[..., Gradients], count: int) -> Callable[..
     return differentiate
 
 
-def _like_arguments(*args: Any) -> tuple[Tensor, ...]:
-    """Tensors like the first arguments, whose gradients are wanted, or empty."""
-    wanted: Sequence[bool] = args[-1]
-    return tuple(x.new_empty(x.shape) if want else args[0].new_empty(0) for x, want in zip(args, wanted))  # noqa: B905
+def _like_arguments(places: Sequence[int], *args: Any) -> tuple[Tensor, ...]:
+    """Tensors like the arguments at these places, or empty where the gradients are not wanted."""
+    pairs = zip([args[place] for place in places], args[-1], strict=True)
+    return tuple(x.new_empty(x.shape) if want else args[0].new_empty(0) for x, want in pairs)
 
 
 def _refuse_tangents(args: tuple[Any, ...]) -> None:

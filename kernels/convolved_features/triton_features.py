@@ -460,7 +460,7 @@ def _allocate_gradients(x: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor
     return _allocate_gradient(x) if wants_x else x.new_empty(0), weight.new_empty(weight.shape if wants_weight else 0)
 
 
-@convolved_features.gradient(2, fake=_allocate_gradients)
+@convolved_features.gradient("x weight", fake=_allocate_gradients)
 def convolved_features_backward(
     x: Tensor, weight: Tensor, cu_seqlens: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor, d_beta: Tensor,
     feature_map: str, l1: bool, reverse: int, wanted: list[bool],

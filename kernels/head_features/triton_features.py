@@ -225,7 +225,7 @@ def head_features(
     return q, k, v, beta
 
 
-@head_features.gradient(2)
+@head_features.gradient("x logits")
 def head_features_backward(
     x: Tensor, logits: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor, d_beta: Tensor, num_heads: int, key_dim: int,
     feature_map: str, l1: bool, wanted: list[bool],

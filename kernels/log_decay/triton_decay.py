@@ -130,7 +130,7 @@ def log_decay(z: Tensor, A_log: Tensor, dt_bias: Tensor, bound: float | None) ->
     return g
 
 
-@log_decay.gradient(3)
+@log_decay.gradient("z A_log dt_bias")
 def log_decay_backward(
     z: Tensor, A_log: Tensor, dt_bias: Tensor, dg: Tensor, bound: float | None, wanted: list[bool]
 ) -> Gradients:

@@ -148,7 +148,7 @@ def _differentiate_rates(
     return d_weights.to(rate.dtype), d_biases
 
 
-@longhorn_pair.gradient(7, outputs=6)
+@longhorn_pair.gradient("projected taps offset selection rate rate_offset skip", outputs=6)
 def longhorn_pair_backward(
     projected: Tensor,
     taps: Tensor,

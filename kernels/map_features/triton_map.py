@@ -88,7 +88,7 @@ def map_features(x: Tensor, feature_map: str, norm: int, scale: float, dtype: to
     return y
 
 
-@map_features.gradient(1)
+@map_features.gradient("x")
 def map_features_backward(x: Tensor, dy: Tensor, feature_map: str, norm: int, scale: float) -> Tensor:
     """The gradient of x."""
     dx = x.new_empty(x.shape)

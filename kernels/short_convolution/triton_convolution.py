@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from longseq.kernels.custom_op import custom_op
+from longseq.kernels.custom_op import Gradients, custom_op
 from longseq.kernels.devices import channels_adjacent
 from longseq.kernels.packing import find_once, sequence_of_tokens
 from longseq.kernels.reading import Reverse, number_of
@@ -426,7 +426,11 @@ def _backward_state(
         tl.store(dstate + (n * D + d) * (WIDTH - 1) + i, behind[WIDTH - 1], mask=d < D)
 
 
-@custom_op("causal_convolution")
+def _allocate_output(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
+    return x.new_empty((x.shape[0] * (2 if weight.dim() == 3 else 1), *x.shape[1:]))
+
+
+@custom_op("causal_convolution", _allocate_output)
 def causal_convolution(
     x: Tensor,
     weight: Tensor,
@@ -453,37 +457,17 @@ def causal_convolution(
     return y
 
 
-@causal_convolution.register_fake
-def _(x, weight, bias, initial_state, cu_seqlens, silu, reverse):
-    return _allocate_output(x, weight)
-
-
-def _allocate_output(x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty((x.shape[0] * (2 if weight.dim() == 3 else 1), *x.shape[1:]))
-
-
-@custom_op("causal_convolution_backward")
+@causal_convolution.gradient("x weight bias initial_state")
 def causal_convolution_backward(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    dy: Tensor,
-    silu: bool,
-    reverse: int,
-    weighs: bool,
-    enters: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of x, weight, bias and state (empty without them).
-
-    Those of weight and bias are empty without `weighs`, that of the state without `enters`. Where no gradient needs the
-    values of x, the caller may pass dy in its place.
-    """
+    x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None, dy: Tensor,
+    silu: bool, reverse: int, wanted: list[bool],
+) -> Gradients:  # fmt: skip
+    """The gradients of x, weight, bias and state."""
     dx = x.new_empty(x.shape)
     found = differentiate_convolution(
-        x, weight, bias, initial_state, cu_seqlens, dy, silu, reverse, dx, weighs=weighs, enters=enters
-    )
+        x, weight, bias, initial_state, cu_seqlens, dy, silu, reverse, dx, weighs=wanted[1] or wanted[2],
+        enters=wanted[3],
+    )  # fmt: skip
     return dx, *found
 
 
@@ -502,10 +486,10 @@ def differentiate_convolution(
     *,
     weighs: bool = True,
     enters: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Gradients:
     """Writes the gradient of x to dx, whose channels are adjacent; returns those of weight, bias and state.
 
-    They are empty without these tensors; those of weight and bias also without `weighs`, that of the state without
+    They are None without these tensors; those of weight and bias also without `weighs`, that of the state without
     `enters`.
 
     If given, skip_weight ⊙ skipped is added to dy: `skipped` [B, T, D], contiguous and without a state, is shared by
@@ -526,51 +510,20 @@ def differentiate_convolution(
     )  # fmt: skip
     rows = (*weight.shape[:-2], tiles, width + (bias is not None), channels)
     sums = x.new_empty(rows if weighs else 0, dtype=torch.float32)
-    dstate = x.new_empty((0,)) if state is None or not enters else state.new_empty(state.shape)
+    dstate = None if state is None or not enters else state.new_empty(state.shape)
     launch(x, weight, bias, state, *_find_places(x, state, cu_seqlens), dy, skipped, skip_weight, dx, sums)
-    if state is not None and dstate.numel():
+    if state is not None and dstate is not None and dstate.numel():
         find_launch(
             _backward_state, x.device, state.shape[0] * cdiv(channels, block),
             (*x.shape, *x.stride()[:2], *dy.stride()[:2]),
             BLOCK_D=block, **constants, **table.options,
         )(x, weight, bias, state, cu_seqlens, dy, dstate)  # fmt: skip
     if not weighs:
-        return x.new_empty((0,)), x.new_empty((0,)), dstate
+        return None, None, dstate
     total = sums.sum(-3)
     dweight = torch.empty_like(weight).copy_(total[..., :width, :].mT)
-    dbias = x.new_empty((0,)) if bias is None else torch.empty_like(bias).copy_(total[..., width, :])
+    dbias = None if bias is None else torch.empty_like(bias).copy_(total[..., width, :])
     return dweight, dbias, dstate
-
-
-@causal_convolution_backward.register_fake
-def _(x, weight, bias, initial_state, cu_seqlens, dy, silu, reverse, weighs, enters):
-    dweight = weight.new_empty(weight.shape) if weighs else x.new_empty((0,))
-    dbias = x.new_empty((0,)) if bias is None or not weighs else bias.new_empty(bias.shape)
-    dstate = x.new_empty((0,)) if initial_state is None or not enters else initial_state.new_empty(initial_state.shape)
-    return x.new_empty(x.shape), dweight, dbias, dstate
-
-
-def _setup_context(ctx, inputs, output):
-    *tensors, ctx.silu, ctx.reverse = inputs
-    ctx.weighs = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
-    # With two readings, dy has twice as many rows as x and cannot take its place.
-    if not (ctx.weighs or ctx.silu or tensors[1].dim() == 3):
-        tensors[0] = None
-    ctx.save_for_backward(*tensors)
-
-
-def _differentiate(ctx, dy):
-    x, weight, bias, state, cu_seqlens = ctx.saved_tensors
-    _, _, needs_bias, needs_state, *_ = ctx.needs_input_grad
-    x = dy if x is None else x
-    dx, dweight, dbias, dstate = causal_convolution_backward(
-        x, weight, bias, state, cu_seqlens, dy, ctx.silu, ctx.reverse, ctx.weighs, needs_state
-    )
-    dweight = dweight if ctx.weighs else None
-    return dx, dweight, dbias if needs_bias else None, dstate if needs_state else None, None, None, None
-
-
-causal_convolution.register_autograd(_differentiate, setup_context=_setup_context)
 
 
 def short_convolution_triton(

@@ -155,7 +155,7 @@ def _is_pair(skip_weight: Tensor | None) -> bool:
     return skip_weight is not None and skip_weight.dim() == 2
 
 
-@silu_product.gradient(4)
+@silu_product.gradient("x gate skip skip_weight")
 def silu_product_backward(
     x: Tensor, gate: Tensor, skip: Tensor | None, skip_weight: Tensor | None, dy: Tensor, wanted: list[bool]
 ) -> Gradients:

@@ -78,7 +78,7 @@ def token_loss(logits: Tensor, target: Tensor, ignore_index: int) -> tuple[Tenso
     return losses, sums
 
 
-@token_loss.gradient(1, outputs=1)
+@token_loss.gradient("logits", outputs=1)
 def token_loss_backward(logits: Tensor, target: Tensor, sums: Tensor, d_losses: Tensor, ignore_index: int) -> Tensor:
     """The gradient of the logits."""
     rows = as_rows(logits)

@@ -7,10 +7,12 @@ float16 this would lose more than the rounding of the result. If normalize_alpha
 normalisation: α̂ is the same for both.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from longseq.kernels.custom_op import custom_op
+from longseq.kernels.custom_op import Gradients, custom_op
 from longseq.kernels.delta_rule.triton_delta import delta_rule, delta_rule_backward
 from longseq.kernels.devices import channels_adjacent
 from longseq.kernels.precision import without_autocast
@@ -36,7 +38,23 @@ def _precision(v: Tensor) -> str:
     return "tf32" if v.dtype == torch.bfloat16 else "tf32x3"
 
 
-@custom_op("variational_linear_attention")
+def _allocate(
+    q, k, v, u, added, S, A, z, cu_seqlens, lambda0, reverse, eps, normalize_key, normalize_alpha, normalizer, save
+):
+    half = _half(v, normalize_key, normalize_alpha)
+    read = torch.empty_like(k, dtype=torch.float16 if half else torch.float32)
+    strength, value = torch.empty_like(k[..., 0]), v.new_empty(v.shape, dtype=torch.float32)
+    alpha, inverse, *found = recursive_least_squares(
+        k, _directions(k, u), added, A, cu_seqlens, lambda0, reverse, _precision(v), torch.float32
+    )
+    o, memory, kept = delta_rule(q, read, value, strength, read, None, S, cu_seqlens, 1.0, reverse, half, save, False)
+    units = [torch.empty_like(read) for normalized in (normalize_key, normalize_alpha) if normalized]
+    products, key_sums = alpha.new_empty(alpha.shape[:3]), allocate_sums(k, cu_seqlens)
+    kept = [*units, alpha, o, products, key_sums, *found, *kept] if save else []
+    return v.new_empty(v.shape), memory, inverse, _sums(k, cu_seqlens), kept
+
+
+@custom_op("variational_linear_attention", _allocate)
 def variational_linear_attention(
     q: Tensor,
     k: Tensor,
@@ -90,21 +108,6 @@ def variational_linear_attention(
     return o, memory, inverse, sums, [*units, alpha, values, products, key_sums, *found, *kept] if save else []
 
 
-@variational_linear_attention.register_fake
-def _(q, k, v, u, added, S, A, z, cu_seqlens, lambda0, reverse, eps, normalize_key, normalize_alpha, normalizer, save):
-    half = _half(v, normalize_key, normalize_alpha)
-    read = torch.empty_like(k, dtype=torch.float16 if half else torch.float32)
-    strength, value = torch.empty_like(k[..., 0]), v.new_empty(v.shape, dtype=torch.float32)
-    alpha, inverse, *found = recursive_least_squares(
-        k, _directions(k, u), added, A, cu_seqlens, lambda0, reverse, _precision(v), torch.float32
-    )
-    o, memory, kept = delta_rule(q, read, value, strength, read, None, S, cu_seqlens, 1.0, reverse, half, save, False)
-    units = [torch.empty_like(read) for normalized in (normalize_key, normalize_alpha) if normalized]
-    products, key_sums = alpha.new_empty(alpha.shape[:3]), allocate_sums(k, cu_seqlens)
-    kept = [*units, alpha, o, products, key_sums, *found, *kept] if save else []
-    return v.new_empty(v.shape), memory, inverse, _sums(k, cu_seqlens), kept
-
-
 def _directions(k: Tensor, u: Tensor | None) -> Tensor:
     return torch.zeros_like(k) if u is None else u
 
@@ -114,7 +117,25 @@ def _half(v: Tensor, normalize_key: bool, normalize_alpha: bool) -> bool:
     return v.dtype == torch.bfloat16 and normalize_key and normalize_alpha
 
 
-@custom_op("variational_linear_attention_backward")
+def _allocate_gradients(
+    q: Tensor, k: Tensor, u: Tensor | None, added: Tensor | None, z: Tensor | None, cu_seqlens: Tensor | None,
+    kept: list[Tensor], d_output: Tensor, *options: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Empty tensors for the gradients, as `variational_linear_attention_backward` returns them."""
+    state, dtype = _sums(k, cu_seqlens).shape, torch.float32
+    directions = k.dtype if u is None else u.dtype
+    shapes: list[Any] = [
+        (q.shape, q.dtype),
+        (k.shape, k.dtype),
+        (d_output.shape, d_output.dtype),
+        (k.shape, directions),
+    ]
+    shapes += [((*state, d_output.shape[3]), dtype), ((*state, k.shape[3]), dtype), (state, dtype)]
+    pairs = zip(shapes, options[-1], strict=True)
+    return tuple(q.new_empty(shape if want else (0,), dtype=dtype) for (shape, dtype), want in pairs)
+
+
+@variational_linear_attention.gradient("q k v u S A z", fake=_allocate_gradients)
 def variational_linear_attention_backward(
     q: Tensor,
     k: Tensor,
@@ -133,14 +154,11 @@ def variational_linear_attention_backward(
     normalize_alpha: bool,
     normalizer: bool,
     wanted: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of q, k, v, u and of the first S, A and z (these three in float32), empty for those not wanted.
-
-    `wanted` has the same order. An absent u is not wanted.
-    """
-    wants_q, wants_k, wants_v, wants_u, wants_S, wants_A, wants_z = wanted
+) -> Gradients:
+    """The gradients of q, k, v, u and of the first S, A and z (these three in float32). An absent u is not wanted."""
+    wants_q, wants_k, wants_v, wants_u, _, wants_A, wants_z = wanted
     rest = wants_k or wants_u or wants_A  # what k̂ and α depend on
-    d_q, d_k, no_d_v, d_u, no_d_S, d_A, d_z = _allocate_gradients(q, k, u, d_output, 0, [False] * 7)
+    d_q = d_k = d_u = d_A = d_z = None
     q, k, d_output = channels_adjacent(q), channels_adjacent(k), channels_adjacent(d_output)
     z, d_last = (None if x is None else x.contiguous() for x in (z, d_last))
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
@@ -169,68 +187,15 @@ def variational_linear_attention_backward(
                 reverse, _precision(d_output), [wants_k, wants_u, wants_A],
             )  # fmt: skip
         if wants_q or wants_k or wants_z:
-            d_q, d_k, d_sum = add_gradients_of_keys(
+            d_q, d_k, d_z = add_gradients_of_keys(
                 q, k, z, cu_seqlens, reverse, key_sums, d_products, d_sums, d_last, d_query, d_read, d_solved,
                 normalize_key, normalize_alpha, wants_q, wants_k,
             )  # fmt: skip
-            d_z = d_sum if wants_z else d_z
-    d_v = d_v.to(d_output.dtype, copy=True) if wants_v else no_d_v
-    return d_q, d_k, d_v, d_u, d_S if wants_S else no_d_S, d_A, d_z
-
-
-@variational_linear_attention_backward.register_fake
-def _(q, k, u, added, z, cu_seqlens, kept, d_output, d_memory, d_inverse, d_last, *options):
-    return _allocate_gradients(q, k, u, d_output, count_sequences(k.shape[0], cu_seqlens), options[-1])
-
-
-def _allocate_gradients(
-    q: Tensor, k: Tensor, u: Tensor | None, d_output: Tensor, sequences: int, wanted: list[bool]
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Empty tensors for the gradients of q, k, v, u and the first S, A and z; without numbers for those not wanted."""
-
-    def allocate(number: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
-        return q.new_empty(shape if wanted[number] else (0,), dtype=dtype)
-
-    state = (sequences, *k.shape[2:])
-    return (
-        allocate(0, q.shape, q.dtype),
-        allocate(1, k.shape, k.dtype),
-        allocate(2, d_output.shape, d_output.dtype),
-        allocate(3, k.shape, k.dtype if u is None else u.dtype),
-        allocate(4, (*state, d_output.shape[3])),
-        allocate(5, (*state, k.shape[3])),
-        allocate(6, state),
-    )
+    return d_q, d_k, d_v.to(d_output.dtype, copy=True) if wants_v else None, d_u, d_S, d_A, d_z
 
 
 def _sums(k: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     return k.new_empty((count_sequences(k.shape[0], cu_seqlens), *k.shape[2:]), dtype=torch.float32)
-
-
-def _setup_context(ctx, inputs, output):
-    q, k, _, u, added, S, A, z, cu_seqlens, _, *options, _ = inputs
-    ctx.save_for_backward(q, k, u, added, z, cu_seqlens, *output[4])
-    ctx.options = options
-    ctx.dtypes = [None if x is None else x.dtype for x in (S, A, z)]
-    ctx.output_like = output[0].shape, output[0].dtype
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx, d_output, d_memory, d_inverse, d_last, *_):
-    q, k, u, added, z, cu_seqlens, *kept = ctx.saved_tensors
-    if d_output is None:
-        shape, dtype = ctx.output_like
-        d_output = q.new_zeros(shape, dtype=dtype)
-    wanted = [*ctx.needs_input_grad[:4], *ctx.needs_input_grad[5:8]]  # without `added`
-    gradients = variational_linear_attention_backward(
-        q, k, u, added, z, cu_seqlens, kept, d_output, d_memory, d_inverse, d_last, *ctx.options, wanted
-    )
-    d_q, d_k, d_v, d_u, *d_states = (d if want else None for d, want in zip(gradients, wanted, strict=True))
-    d_states = [None if d is None else d.to(dtype) for d, dtype in zip(d_states, ctx.dtypes, strict=True)]
-    return d_q, d_k, d_v, d_u, None, *d_states, *(None,) * 8
-
-
-variational_linear_attention.register_autograd(_differentiate, setup_context=_setup_context)
 
 
 def variational_linear_attention_triton(
