@@ -23,13 +23,17 @@ from longseq.kernels.recursive_least_squares.triton_least_squares import (
     recursive_least_squares,
     recursive_least_squares_backward,
 )
-from longseq.kernels.triton_launch import count_sequences
+from longseq.kernels.triton_launch import count_sequences, sequence_of_slots, strides
 from longseq.kernels.variational_linear_attention.reference import VariationalState
 from longseq.kernels.variational_linear_attention.triton_normalizer import (
-    add_gradients_of_keys,
+    CHUNK,
+    STEP,
     allocate_sums,
-    divide_by_keys,
-    divide_by_keys_backward,
+    differentiate_keys,
+    differentiate_values,
+    divide,
+    find_launch_of_chunks,
+    sum_keys,
 )
 from longseq.kernels.variational_linear_attention.triton_unit import unit, unit_backward
 
@@ -100,9 +104,17 @@ def variational_linear_attention(
         o, memory, kept = delta_rule(
             q, read, v.float(), strength, write, None, S, cu_seqlens, 1.0, reverse, half, save, False
         )
-        # Without the normaliser, the call is needed for the last z only.
+        # The quotients, the last z, and what the backward pass needs: n and the sums of each chunk's keys. Without the
+        # normaliser, this is needed for the last z only.
         values = o if normalizer else torch.zeros_like(o)
-        quotient, sums, products, key_sums = divide_by_keys(values, q, k, z, cu_seqlens, reverse, eps, v.dtype)
+        products, key_sums, sums = o.new_empty(o.shape[:3]), allocate_sums(k, cu_seqlens), _sums(k, cu_seqlens)
+        quotient, sequence_of = values.new_empty(values.shape, dtype=v.dtype), _sequences(k, key_sums, cu_seqlens)
+        call = k, key_sums, (*k.shape[1:3], *strides(k)), cu_seqlens, reverse
+        find_launch_of_chunks(sum_keys, *call)(k, cu_seqlens, sequence_of, key_sums)
+        numbers = eps, *k.shape[1:3], *strides(values), *strides(q), *strides(k)
+        find_launch_of_chunks(
+            divide, k, key_sums, numbers, cu_seqlens, reverse, v.shape[3], HAS_INITIAL=z is not None, STEP=STEP
+        )(values, q, k, z, cu_seqlens, sequence_of, key_sums, quotient, products, sums)
         o = quotient if normalizer else o.to(v.dtype, copy=True)
     units = [*([read] if normalize_key else []), *([write] if normalize_alpha else [])]
     return o, memory, inverse, sums, [*units, alpha, values, products, key_sums, *found, *kept] if save else []
@@ -169,9 +181,12 @@ def variational_linear_attention_backward(
     found, kept = kept[:3], kept[3:]
     half = _half(d_output, normalize_key, normalize_alpha)
     with torch.cuda.device_of(q):
+        sequence_of = _sequences(k, key_sums, cu_seqlens)
         if normalizer:
-            d_values, d_products, d_sums = divide_by_keys_backward(
-                values, q, cu_seqlens, reverse, products, key_sums, d_output, eps
+            d_values, d_products, d_sums = (torch.empty_like(x) for x in (values, products, key_sums))
+            numbers = eps, *k.shape[1:3], *strides(values), *strides(q), *strides(d_output)
+            find_launch_of_chunks(differentiate_values, k, key_sums, numbers, cu_seqlens, reverse, values.shape[3])(
+                values, q, cu_seqlens, sequence_of, products, d_output, d_values, d_products, d_sums
             )
         else:
             d_values, d_products, d_sums = d_output.float(), torch.zeros_like(products), torch.zeros_like(key_sums)
@@ -187,11 +202,22 @@ def variational_linear_attention_backward(
                 reverse, _precision(d_output), [wants_k, wants_u, wants_A],
             )  # fmt: skip
         if wants_q or wants_k or wants_z:
-            d_q, d_k, d_z = add_gradients_of_keys(
-                q, k, z, cu_seqlens, reverse, key_sums, d_products, d_sums, d_last, d_query, d_read, d_solved,
-                normalize_key, normalize_alpha, wants_q, wants_k,
+            # The complete gradients: from n, the query, and both uses of the keys.
+            d_q, d_k = q.new_empty(q.shape) if wants_q else None, k.new_empty(k.shape) if wants_k else None
+            d_z = _sums(k, cu_seqlens)
+            find_launch_of_chunks(
+                differentiate_keys, k, key_sums, (*k.shape[1:3], *strides(q), *strides(k)), cu_seqlens, reverse,
+                HAS_INITIAL=z is not None, HAS_FINAL=d_last is not None, UNIT=normalize_key, OF_KEY=normalize_alpha,
+                STEP=STEP,
+            )(
+                q, k, z, cu_seqlens, sequence_of, key_sums, d_products, d_sums, d_last, d_query, d_read, d_solved,
+                d_q, d_k, d_z,
             )  # fmt: skip
     return d_q, d_k, d_v.to(d_output.dtype, copy=True) if wants_v else None, d_u, d_S, d_A, d_z
+
+
+def _sequences(k: Tensor, sums: Tensor, cu_seqlens: Tensor | None) -> Tensor | None:
+    return sequence_of_slots(sums.shape[0], CHUNK, k.shape[1], cu_seqlens)
 
 
 def _sums(k: Tensor, cu_seqlens: Tensor | None) -> Tensor:
