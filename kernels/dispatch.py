@@ -173,9 +173,7 @@ def export_forms(forms: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
 def _find_reasons(op: str, backend: Backend, call: Call) -> list[str]:
     """The backend's own reasons, or else the reasons of the self-test that Triton kernels must pass."""
     reasons = backend.reasons(call)
-    if reasons or backend.name != "triton":
-        return reasons
-    return self_test.failures(op, call.device, call.dtype, call.sizes, call.reverse, call.mixed, call.packed, call.kind)
+    return reasons if reasons or backend.name != "triton" else self_test.failures(op, call)
 
 
 def select(op: str, name: str, call: Call) -> Callable[..., Any]:

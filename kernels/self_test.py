@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +33,9 @@ from torch import Tensor
 from longseq.kernels.accuracy import Bar
 from longseq.kernels.compile_ahead import compile_kernels, find_kernels
 from longseq.kernels.self_test_cases import TRIALS, Case, Trial
+
+if TYPE_CHECKING:
+    from longseq.kernels.dispatch import Call
 
 SELF_TEST_VARIABLE = "LONGSEQ_SELF_TEST"
 CACHE_VARIABLE = "LONGSEQ_CACHE_DIR"
@@ -44,21 +47,13 @@ _log = logging.getLogger(__name__)
 _THREAD = threading.local()
 
 
-def failures(
-    op: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    sizes: Mapping[str, int],
-    reverse: bool | str = False,
-    mixed: bool = False,
-    packed: bool = False,
-    kind: str = "",
-) -> list[str]:
+def failures(op: str, call: "Call") -> list[str]:
     """The reasons against an operation's Triton kernels for a call: none, or that they failed."""
-    if not is_tested(device.type):
+    if not is_tested(call.device.type):
         return []
-    widths = [_representative(sizes.get(name, size)) for name, size in find_trial(op).widths.items()]
-    failure = longseq_self_test_verdict(op, dtype, device.type, device.index, reverse, mixed, packed, kind, *widths)
+    widths = [_representative(call.sizes.get(name, size)) for name, size in find_trial(op).widths.items()]
+    place, packed = (call.device.type, call.device.index), call.packed and not op.endswith("_step")
+    failure = longseq_self_test_verdict(op, call.dtype, *place, call.reverse, call.mixed, packed, call.kind, *widths)
     return [] if failure is None else [failure]
 
 
@@ -106,7 +101,6 @@ def longseq_self_test_verdict(
             return None
         index = torch.cuda.current_device() if index is None else index
     device = torch.device(device_type) if index is None else torch.device(device_type, index)
-    packed = packed and not op.endswith("_step")
     sizes = dict(zip(find_trial(op).widths, widths, strict=True))
     test = _Test(op, dtype, device, reverse, mixed, packed, kind, sizes)
     key = (*test[:-1], *widths)

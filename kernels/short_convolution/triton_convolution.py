@@ -27,7 +27,7 @@ from longseq.kernels.reading import Reverse, number_of
 from longseq.kernels.short_convolution.chunk import convolve_windows
 from longseq.kernels.short_convolution.reference import convolve_each_way
 from longseq.kernels.triton_launch import PREPARED, Launch, Prepared, cdiv, find_launch, next_power_of_2
-from longseq.kernels.triton_tiles import MINUS_LOG2_E, direction, token_after
+from longseq.kernels.triton_tiles import MINUS_LOG2_E, direction, sequence, token_after
 
 # By bytes of an input: channels of a program, tokens whose loads are issued together, warps. Those for two bytes were
 # measured on an H200.
@@ -120,15 +120,6 @@ def _load_before(
     if HAS_STATE:
         seen += _load_state(state, n, WIDTH - 1 - k + age, _channels(age < k, d, D), d, D, WIDTH)
     return seen
-
-
-@triton.jit
-def _borders(n, T, cu_seqlens):
-    """The first token and the end (exclusive) of segment n."""
-    # Checking the borders on the host would wait for the device. Clamped to the tokens, wrong borders at least touch no
-    # foreign memory.
-    start = tl.minimum(tl.maximum(tl.load(cu_seqlens + n).to(tl.int64), 0), T)
-    return start, tl.minimum(tl.maximum(tl.load(cu_seqlens + n + 1).to(tl.int64), start), T)
 
 
 @triton.jit
@@ -400,12 +391,8 @@ def _backward_state(
     over_d = tl.cdiv(D, BLOCK_D)
     n = (tl.program_id(0) // over_d).to(tl.int64)
     d = (tl.program_id(0) % over_d) * BLOCK_D + tl.arange(0, BLOCK_D)
-    row, start, end = n, n * 0, n * 0 + T
-    dy_number = n
-    if PACKED:
-        row = n * 0
-        dy_number = row
-        start, end = _borders(n, T, cu_seqlens)
+    row, start, end, _ = sequence(n, T, cu_seqlens, PACKED, 1)
+    dy_number = row
     if SHARED:
         if n >= B:
             row -= B
@@ -549,19 +536,17 @@ def short_convolution_triton(
     return convolve_windows(convolve_window, x, weight.shape, activation=None, mask=mask, **call)
 
 
-def last_states(
-    x: Tensor, weight: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, reverse: Reverse
-) -> Tensor:
-    """The last W - 1 inputs of each sequence, or of each reading of it, in float32."""
+def last_states(x: Tensor, weight: Tensor, state: Tensor | None, cu_seqlens: Tensor | None, reverse: Reverse) -> Tensor:
+    """The last W - 1 inputs of each sequence, or of each reading of it, in float32; the first state precedes them."""
     taps = weight.shape[-1] - 1
-    if cu_seqlens is None:
-        return _last_inputs(_ends(x, taps, reverse, weight.dim() == 3), initial_state, taps)
-    return _last_packed_inputs(x, initial_state, cu_seqlens, taps, reverse)
-
-
-def _last_inputs(ends: Tensor, state: Tensor | None, taps: int) -> Tensor:
-    """The last inputs [B, D, taps] of each sequence: its own, [B, up to taps, D], after its first state or zeros."""
-    last = ends.mT.to(torch.float32)
+    if cu_seqlens is not None:
+        return _last_packed_inputs(x, state, cu_seqlens, taps, reverse)
+    last = x[:, max(0, x.shape[1] - taps) :]
+    if reverse:
+        rows = x.shape[0] if reverse is True or weight.dim() == 3 else x.shape[0] // 2
+        backward = x[x.shape[0] - rows :, :taps].flip(1)
+        last = backward if reverse is True else torch.cat((last[:rows], backward))
+    last = last.mT.to(torch.float32)
     missing = taps - last.shape[2]
     if state is None:
         return functional.pad(last, (missing, 0))
@@ -571,8 +556,15 @@ def _last_inputs(ends: Tensor, state: Tensor | None, taps: int) -> Tensor:
 def _last_packed_inputs(x: Tensor, state: Tensor | None, cu_seqlens: Tensor, taps: int, reverse: Reverse) -> Tensor:
     """The last inputs [N, D, taps] of each segment; short segments are filled up from their first state or zeros."""
     tokens = x.shape[1]
-    key = ("places of last inputs", taps, bool(reverse))
-    age, place = find_once(cu_seqlens, key, lambda: _places_of_last(cu_seqlens, tokens, taps, reverse))
+
+    def find() -> tuple[Tensor, Tensor]:
+        """Their numbers in the segment [N, taps], negative for those from the state, and their indices in x."""
+        start, end = (border.clamp(0, tokens)[:, None] for border in (cu_seqlens[:-1], cu_seqlens[1:]))
+        age = end - start - taps + torch.arange(taps, device=cu_seqlens.device)
+        place = end - 1 - age if reverse else start + age
+        return age, place.clamp(0, max(tokens - 1, 0))
+
+    age, place = find_once(cu_seqlens, ("places of last inputs", taps, bool(reverse)), find)
     if state is None:
         state = x.new_zeros((age.shape[0], x.shape[2], taps), dtype=torch.float32)
     earlier = (age + taps).clamp_max(taps - 1)[:, None].expand_as(state)
@@ -581,27 +573,6 @@ def _last_packed_inputs(x: Tensor, state: Tensor | None, cu_seqlens: Tensor, tap
         return from_state
     own = x[0][place].mT.to(torch.float32)
     return torch.where((age >= 0)[:, None], own, from_state)
-
-
-def _places_of_last(cu_seqlens: Tensor, tokens: int, taps: int, reverse: Reverse) -> tuple[Tensor, Tensor]:
-    """Two tensors [N, taps] for the last inputs of each segment.
-
-    The first holds their numbers in the segment, negative for those from its state; the second holds their indices in
-    x.
-    """
-    start, end = (border.clamp(0, tokens)[:, None] for border in (cu_seqlens[:-1], cu_seqlens[1:]))
-    age = end - start - taps + torch.arange(taps, device=cu_seqlens.device)
-    place = end - 1 - age if reverse else start + age
-    return age, place.clamp(0, max(tokens - 1, 0))
-
-
-def _ends(x: Tensor, taps: int, reverse: Reverse, shared: bool) -> Tensor:
-    """The last inputs [B, up to taps, D] of each row, in the order of reading."""
-    last, first = x[:, max(0, x.shape[1] - taps) :], x[:, :taps].flip(1)
-    if reverse != "second_half":
-        return first if reverse else last
-    rows = x.shape[0] if shared else x.shape[0] // 2
-    return torch.cat((last[:rows], first[x.shape[0] - rows :]))
 
 
 def reach_of_tokens(x: Tensor, cu_seqlens: Tensor | None) -> Tensor | None:

@@ -354,7 +354,8 @@ def assert_passes_on_this_gpu(op, sizes, dtype, monkeypatch, tmp_path):
         ways = [(way, packed) for way in (False, True, "second_half") for packed in (False, way != "second_half")]
     for (reverse, packed), kind in itertools.product(dict.fromkeys(ways), sorted(kinds)):
         for mixed in (False, True) if trial.mixed and dtype != torch.float32 else (False,):
-            assert self_test.failures(op, torch.device("cuda"), dtype, sizes, reverse, mixed, packed, kind) == []
+            options = {"sizes": sizes, "reverse": reverse, "mixed": mixed, "packed": packed, "kind": kind}
+            assert self_test.failures(op, dispatch.Call(torch.device("cuda"), dtype, **options)) == []
     assert len(verdict_files(tmp_path)) >= len(kinds)
 
 
