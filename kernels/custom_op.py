@@ -126,7 +126,10 @@ class CustomOp:
 
         return register
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        """Call the operation; arguments by name must be in their order, as backends get them."""
+        if named:
+            args = (*args, *named.values())
         # Forward-mode derivatives have a level, also under torch.func.jvp. The level is -1 where there are none.
         if forward_ad._current_level >= 0:
             _refuse_tangents(args)

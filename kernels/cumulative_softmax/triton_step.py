@@ -34,7 +34,7 @@ def _step(x, state, output, after, count, BLOCK: tl.constexpr):
 
 
 @custom_op("cumulative_softmax_step", results_like(0, 1))
-def cumulative_softmax_step(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+def cumulative_softmax_step_triton(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """Returns g [B, H, M] in x's dtype and the next state [B, H, M] in float32."""
     x, state = x.contiguous(), state.contiguous()
     output, after = torch.empty_like(x), torch.empty_like(state)
@@ -43,8 +43,3 @@ def cumulative_softmax_step(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         BLOCK=BLOCK, **launch_options(WARPS),
     )(x, state, output, after)  # fmt: skip
     return output, after
-
-
-def cumulative_softmax_step_triton(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """`cumulative_softmax_step` in one Triton kernel."""
-    return cumulative_softmax_step(x, state)

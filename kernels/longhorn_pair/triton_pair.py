@@ -14,7 +14,7 @@ from longseq.kernels.longhorn_pair.triton_rates import add_ranks, differentiate_
 from longseq.kernels.precision import without_autocast
 from longseq.kernels.reading import number_of
 from longseq.kernels.short_convolution.triton_convolution import causal_convolution, differentiate_convolution
-from longseq.kernels.silu_product.triton_product import differentiate, silu_product
+from longseq.kernels.silu_product.triton_product import differentiate, silu_product_triton
 from longseq.kernels.triton_launch import ROW, Launch, block_width, cdiv, find_launch, launch_options, next_power_of_2
 
 BOTH_WAYS = number_of("second_half")
@@ -73,7 +73,7 @@ def longhorn_pair(
     key, query = _keys_and_queries(selected, selection, rate)
     rates = _find_rates(selected, rate, rate_offset)
     scanned, _, checkpoints = diagonal_scan(x, rates, key, query, None, None, None, BOTH_WAYS, save)
-    y = silu_product(scanned, gate, x, skip)
+    y = silu_product_triton(scanned, gate, x, skip)
     return y, x, wide, selected, rates, scanned, checkpoints
 
 

@@ -42,9 +42,9 @@ def _step(
     tl.store(after + place - 1, window, mask=own & (j > 0) & (j < WIDTH))
 
 
-@custom_op("short_convolution_step", results_like(0, 3))
-def short_convolution_step(
-    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, silu: bool
+@custom_op("short_convolution_step", results_like(0, 2))
+def short_convolution_step_triton(
+    x: Tensor, weight: Tensor, state: Tensor, bias: Tensor | None, activation: str | None
 ) -> tuple[Tensor, Tensor]:
     """Returns y [B, D] in x's dtype and the next state [B, D, W-1] in float32."""
     x, weight, state = channels_adjacent(x), weight.contiguous(), state.contiguous()
@@ -54,14 +54,7 @@ def short_convolution_step(
     tile = row_tile(channels, width, NUMBERS)
     find_launch(
         _step, x.device, x.shape[0] * cdiv(channels, tile.rows), (x.stride(0),),
-        D=channels, WIDTH=width, HAS_BIAS=bias is not None, SILU=silu, BLOCK_D=tile.rows, BLOCK_W=tile.columns,
-        **launch_options(tile.warps),
+        D=channels, WIDTH=width, HAS_BIAS=bias is not None, SILU=activation == "silu", BLOCK_D=tile.rows,
+        BLOCK_W=tile.columns, **launch_options(tile.warps),
     )(x, weight, bias, state, output, after)  # fmt: skip
     return output, after
-
-
-def short_convolution_step_triton(
-    x: Tensor, weight: Tensor, state: Tensor, bias: Tensor | None, *, activation: str | None
-) -> tuple[Tensor, Tensor]:
-    """`short_convolution_step` in one Triton kernel."""
-    return short_convolution_step(x, weight, bias, state, activation == "silu")

@@ -12,6 +12,7 @@ from torch import Tensor
 from longseq.kernels.custom_op import Gradients, custom_op
 from longseq.kernels.devices import rows_of
 from longseq.kernels.triton_launch import cdiv, find_launch, launch_options, next_power_of_2
+from longseq.kernels.triton_tiles import load_rows
 
 # Measured on an H200, without a skip. CHANNELS: the most channels of a program's block. BLOCK: numbers of the block.
 # WARP: numbers of the block for each warp. PROGRAMS: the largest number of programs for one block of channels if the
@@ -23,17 +24,12 @@ PROGRAMS = 1024
 
 
 @triton.jit
-def _load(x, row, stride, column, inside):
-    return tl.load(x + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
-
-
-@triton.jit
 def _value(x, skip, scale, row, x_row, skip_row, column, inside, HAS_SKIP: tl.constexpr):
     """x + scale skip, which the gate multiplies, and the skip."""
-    value = _load(x, row, x_row, column, inside)
+    value = load_rows(x, row, x_row, column, inside)
     skipped = value
     if HAS_SKIP:
-        skipped = _load(skip, row, skip_row, column, inside)
+        skipped = load_rows(skip, row, skip_row, column, inside)
         value += scale * skipped
     return value, skipped
 
@@ -62,7 +58,7 @@ def multiply(
     if PAIRED:
         scale = _scale(skip_weight + D, column, D, HAS_SKIP)
         value += _value(x, skip, scale, row + rows, x_row, skip_row, column, inside, HAS_SKIP)[0]
-    z = _load(gate, row, gate_row, column, inside)
+    z = load_rows(gate, row, gate_row, column, inside)
     tl.store(y + row[:, None] * D + column[None, :], value * z * tl.sigmoid(z), mask=inside)
 
 
@@ -95,9 +91,9 @@ def differentiate_product(
         if PAIRED:
             other, other_skipped = _value(x, skip, other_scale, row + rows, x_row, skip_row, column, inside, HAS_SKIP)
             value += other
-        z = _load(gate, row, gate_row, column, inside)
+        z = load_rows(gate, row, gate_row, column, inside)
         share = tl.sigmoid(z)
-        gradient = _load(dy, row, dy_row, column, inside)
+        gradient = load_rows(dy, row, dy_row, column, inside)
         place = row[:, None] * D + column[None, :]
         d_gate_place = row[:, None] * d_gate_row + column[None, :]
         tl.store(d_gate + d_gate_place, gradient * value * share * (1.0 + z * (1.0 - share)), mask=inside)
@@ -131,7 +127,7 @@ def _allocate(x: Tensor, gate: Tensor, *_: Tensor | None) -> Tensor:
 
 
 @custom_op("silu_product", _allocate)
-def silu_product(x: Tensor, gate: Tensor, skip: Tensor | None, skip_weight: Tensor | None) -> Tensor:
+def silu_product_triton(x: Tensor, gate: Tensor, skip: Tensor | None, skip_weight: Tensor | None) -> Tensor:
     """The gated product [..., D]; its type is the promotion of those of x and gate.
 
     With skip_weight [2, D], the first dimension of x and skip holds two readings, one half each, and the gate
@@ -155,7 +151,7 @@ def _is_pair(skip_weight: Tensor | None) -> bool:
     return skip_weight is not None and skip_weight.dim() == 2
 
 
-@silu_product.gradient("x gate skip skip_weight")
+@silu_product_triton.gradient("x gate skip skip_weight")
 def silu_product_backward(
     x: Tensor, gate: Tensor, skip: Tensor | None, skip_weight: Tensor | None, dy: Tensor, wanted: list[bool]
 ) -> Gradients:
@@ -195,8 +191,3 @@ def differentiate(
         dx, d_gate, d_skip, parts,
     )  # fmt: skip
     return parts.sum(-2).to(skip_weight.dtype) if weighs and skip_weight is not None else x.new_empty((0,))
-
-
-def silu_product_triton(x: Tensor, gate: Tensor, *, skip: Tensor | None, skip_weight: Tensor | None) -> Tensor:
-    """`silu_product` as one kernel, whose gradients are one kernel, too."""
-    return silu_product(x, gate, skip, skip_weight)
