@@ -177,17 +177,9 @@ def _allocate(x: Tensor, branch: Tensor | None, weight: Tensor, dtype: torch.dty
 
 @custom_op("add_norm_backward")
 def add_norm_backward(
-    total: Tensor,
-    weight: Tensor,
-    d_total: Tensor | None,
-    dy: Tensor,
-    eps: float,
-    centred: bool,
-    has_bias: bool,
-    dtype: torch.dtype,
-    branch_dtype: torch.dtype | None,
-    weighs: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+    total: Tensor, weight: Tensor, d_total: Tensor | None, dy: Tensor, eps: float, centred: bool, has_bias: bool,
+    dtype: torch.dtype, branch_dtype: torch.dtype | None, weighs: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of x in `dtype`, of a branch of another type (else empty), and of weight and bias.
 
     The last tensor is [2, D] for a weight with a bias or of two readings, else [1, D]; without `weighs`, it is empty.

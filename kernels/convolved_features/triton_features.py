@@ -482,19 +482,10 @@ def convolved_features_backward(
 
 
 def convolved_features_triton(
-    x: Tensor,
-    weight: Tensor,
-    *,
-    num_heads: int,
-    key_dim: int,
-    feature_map: str,
-    key_norm: str,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    cu_seqlens: Tensor | None,
-    mask: Tensor | None,
+    x: Tensor, weight: Tensor, *, num_heads: int, key_dim: int, feature_map: str, key_norm: str,
+    initial_state: Tensor | None, output_final_state: bool, cu_seqlens: Tensor | None, mask: Tensor | None,
     reverse: Reverse,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """`convolved_features` as one kernel, whose gradient is one kernel, too.
 
     For padded rows, for initial states, and for heads too wide for one program, the convolution is a kernel of its own.

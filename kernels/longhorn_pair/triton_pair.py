@@ -51,15 +51,9 @@ def _allocate(
 
 @custom_op("longhorn_pair", _allocate)
 def longhorn_pair(
-    projected: Tensor,
-    taps: Tensor,
-    offset: Tensor,
-    selection: Tensor,
-    rate: Tensor,
-    rate_offset: Tensor,
-    skip: Tensor,
+    projected: Tensor, taps: Tensor, offset: Tensor, selection: Tensor, rate: Tensor, rate_offset: Tensor, skip: Tensor,
     save: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """y [B, T, I], and the tensors that the gradient needs.
 
     These are: the convolved tokens x [2 B, T, I], one reading in each half of the batch; the weight [2, S, I] that
@@ -150,22 +144,10 @@ def _differentiate_rates(
 
 @longhorn_pair.gradient("projected taps offset selection rate rate_offset skip", outputs=6)
 def longhorn_pair_backward(
-    projected: Tensor,
-    taps: Tensor,
-    offset: Tensor,
-    selection: Tensor,
-    rate: Tensor,
-    rate_offset: Tensor,
-    skip: Tensor,
-    x: Tensor,
-    wide: Tensor,
-    selected: Tensor,
-    rates: Tensor,
-    scanned: Tensor,
-    checkpoints: Tensor,
-    dy: Tensor,
+    projected: Tensor, taps: Tensor, offset: Tensor, selection: Tensor, rate: Tensor, rate_offset: Tensor, skip: Tensor,
+    x: Tensor, wide: Tensor, selected: Tensor, rates: Tensor, scanned: Tensor, checkpoints: Tensor, dy: Tensor,
     wanted: list[bool],
-) -> Gradients:
+) -> Gradients:  # fmt: skip
     """The gradients of `projected` and of the six parameters."""
     # Two gradients that one kernel finds are computed together.
     convolves, weighs = wanted[1] or wanted[2], wanted[4] or wanted[5]

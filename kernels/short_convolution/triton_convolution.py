@@ -419,14 +419,9 @@ def _allocate_output(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
 
 @custom_op("causal_convolution", _allocate_output)
 def causal_convolution(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    silu: bool,
+    x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None, silu: bool,
     reverse: int,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Convolve x [B, T, D] with weight [D, W] (the current token's tap last), bias [D] and state [B or N, D, W-1].
 
     Weight [2, D, W] and bias [2, D] convolve x once forward and once backward: y and the state then have 2 B rows. y is
@@ -459,21 +454,10 @@ def causal_convolution_backward(
 
 
 def differentiate_convolution(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    dy: Tensor,
-    silu: bool,
-    reverse: int,
-    dx: Tensor,
-    skipped: Tensor | None = None,
-    skip_weight: Tensor | None = None,
-    *,
-    weighs: bool = True,
-    enters: bool = True,
-) -> Gradients:
+    x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None, dy: Tensor,
+    silu: bool, reverse: int, dx: Tensor, skipped: Tensor | None = None, skip_weight: Tensor | None = None, *,
+    weighs: bool = True, enters: bool = True,
+) -> Gradients:  # fmt: skip
     """Writes the gradient of x to dx, whose channels are adjacent; returns those of weight, bias and state.
 
     They are None without these tensors; those of weight and bias also without `weighs`, that of the state without

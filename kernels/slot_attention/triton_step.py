@@ -83,16 +83,9 @@ def _step(
 
 @custom_op("slot_attention_step", results_like(2, 4, 5))
 def slot_attention_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    write: Tensor | None,
-    scale: float,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, keys: Tensor, values: Tensor, write: Tensor | None, scale: float,
     activation: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns o [B, H, V] in v's dtype and the next state, [B, H, M, K] and [B, H, M, V] in float32."""
     q, k, v, g = channels_adjacent(q), channels_adjacent(k), channels_adjacent(v), channels_adjacent(g)
     write = None if write is None else channels_adjacent(write)
@@ -111,16 +104,9 @@ def slot_attention_step(
 
 
 def slot_attention_step_triton(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    state: tuple[Tensor, Tensor],
-    *,
-    write: Tensor | None,
-    scale: float,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: tuple[Tensor, Tensor], *, write: Tensor | None, scale: float,
     activation: str,
-) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
     """`slot_attention_step` in one Triton kernel."""
     o, keys, values = slot_attention_step(q, k, v, g, *state, write, float(scale), activation)
     return o, (keys, values)

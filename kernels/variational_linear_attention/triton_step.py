@@ -58,21 +58,9 @@ def _step(
 
 @custom_op("variational_linear_attention_step", results_like(2, 4, 5, 6, 7))
 def variational_linear_attention_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    u: Tensor | None,
-    S: Tensor,
-    A: Tensor,
-    z: Tensor,
-    steps: Tensor,
-    refresh_period: int,
-    refresh: float,
-    eps: float,
-    normalize_key: bool,
-    normalize_alpha: bool,
-    normalizer: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, u: Tensor | None, S: Tensor, A: Tensor, z: Tensor, steps: Tensor,
+    refresh_period: int, refresh: float, eps: float, normalize_key: bool, normalize_alpha: bool, normalizer: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns o [B, H, V] in v's dtype, the next S, A and z in float32, and the next steps."""
     q, k, v, S, z = channels_adjacent(q), channels_adjacent(k), channels_adjacent(v), S.contiguous(), z.contiguous()
     alpha, A_after, steps_after = update_inverse(
@@ -91,19 +79,10 @@ def variational_linear_attention_step(
 
 
 def variational_linear_attention_step_triton(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    u: Tensor | None,
-    *,
-    state: tuple[Tensor, Tensor, Tensor, Tensor],
-    refresh_period: int | None,
-    refresh: float,
-    eps: float,
-    normalize_key: bool,
-    normalize_alpha: bool,
+    q: Tensor, k: Tensor, v: Tensor, u: Tensor | None, *, state: tuple[Tensor, Tensor, Tensor, Tensor],
+    refresh_period: int | None, refresh: float, eps: float, normalize_key: bool, normalize_alpha: bool,
     normalizer: bool,
-) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
     """`variational_linear_attention_step` in Triton kernels."""
     period = 0 if u is None else refresh_period or 0
     constants = float(refresh), float(eps), normalize_key, normalize_alpha, normalizer

@@ -60,23 +60,10 @@ def _allocate(
 
 @custom_op("variational_linear_attention", _allocate)
 def variational_linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    u: Tensor | None,
-    added: Tensor | None,
-    S: Tensor | None,
-    A: Tensor | None,
-    z: Tensor | None,
-    cu_seqlens: Tensor | None,
-    lambda0: float,
-    reverse: int,
-    eps: float,
-    normalize_key: bool,
-    normalize_alpha: bool,
-    normalizer: bool,
-    save: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+    q: Tensor, k: Tensor, v: Tensor, u: Tensor | None, added: Tensor | None, S: Tensor | None, A: Tensor | None,
+    z: Tensor | None, cu_seqlens: Tensor | None, lambda0: float, reverse: int, eps: float, normalize_key: bool,
+    normalize_alpha: bool, normalizer: bool, save: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """Returns o in v's type, the final S, A and z in float32, and if `save` what the backward pass needs.
 
     `added` [B, T] in float32 is what a refresh adds to the diagonal of A after each token, in the order of reading.
@@ -149,24 +136,10 @@ def _allocate_gradients(
 
 @variational_linear_attention.gradient("q k v u S A z", fake=_allocate_gradients)
 def variational_linear_attention_backward(
-    q: Tensor,
-    k: Tensor,
-    u: Tensor | None,
-    added: Tensor | None,
-    z: Tensor | None,
-    cu_seqlens: Tensor | None,
-    kept: list[Tensor],
-    d_output: Tensor,
-    d_memory: Tensor | None,
-    d_inverse: Tensor | None,
-    d_last: Tensor | None,
-    reverse: int,
-    eps: float,
-    normalize_key: bool,
-    normalize_alpha: bool,
-    normalizer: bool,
-    wanted: list[bool],
-) -> Gradients:
+    q: Tensor, k: Tensor, u: Tensor | None, added: Tensor | None, z: Tensor | None, cu_seqlens: Tensor | None,
+    kept: list[Tensor], d_output: Tensor, d_memory: Tensor | None, d_inverse: Tensor | None, d_last: Tensor | None,
+    reverse: int, eps: float, normalize_key: bool, normalize_alpha: bool, normalizer: bool, wanted: list[bool],
+) -> Gradients:  # fmt: skip
     """The gradients of q, k, v, u and of the first S, A and z (these three in float32). An absent u is not wanted."""
     wants_q, wants_k, wants_v, wants_u, _, wants_A, wants_z = wanted
     rest = wants_k or wants_u or wants_A  # what k̂ and α depend on
@@ -225,25 +198,11 @@ def _sums(k: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 
 
 def variational_linear_attention_triton(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    u: Tensor | None,
-    *,
-    count: Tensor,
-    lambda0: float,
-    refresh_period: int | None,
-    refresh: float,
-    eps: float,
-    normalize_key: bool,
-    normalize_alpha: bool,
-    normalizer: bool,
-    initial_state: VariationalState | None,
-    output_final_state: bool,
-    cu_seqlens: Tensor | None,
-    chunk_size: int,
+    q: Tensor, k: Tensor, v: Tensor, u: Tensor | None, *, count: Tensor, lambda0: float, refresh_period: int | None,
+    refresh: float, eps: float, normalize_key: bool, normalize_alpha: bool, normalizer: bool,
+    initial_state: VariationalState | None, output_final_state: bool, cu_seqlens: Tensor | None, chunk_size: int,
     reverse: Reverse,
-) -> tuple[Tensor, VariationalState | None]:
+) -> tuple[Tensor, VariationalState | None]:  # fmt: skip
     """`variational_linear_attention` in Triton kernels.
 
     `chunk_size` is ignored: the tables of launches determine the length of chunks.
