@@ -22,9 +22,8 @@ class Call:
     dtype: torch.dtype
     packed: bool = False  # called with cu_seqlens
     exporting: bool = False  # inside torch.export, torch.onnx.export or torch.jit.trace
-    sizes: Mapping[str, int] = field(
-        default_factory=dict
-    )  # sizes by dimension name ("T", "K", ...); a size that is absent is not known
+    # By dimension name ("T", "K", ...); a size that is absent is not known.
+    sizes: Mapping[str, int] = field(default_factory=dict)
     differentiated: bool = False  # an input requires a gradient; set for one-token forms only
     reverse: bool | str = False  # the operation's argument `reverse`
     mixed: bool = False  # gates or parameters are float32, other inputs half precision
@@ -115,9 +114,9 @@ def explain_call(op: str, call: Call) -> dict[str, list[str]]:
     return {backend.name: _find_reasons(op, backend, call) for backend in backends(op)}
 
 
-# The lists of the open `record_calls` of each thread. The dictionary is empty unless calls are recorded, so that
-# torch.compile need not trace the look-up of the thread.
-_RECORDS: dict[int, list[list[tuple[str, str, Call]]]] = {}
+# The list of each thread that records calls. The dictionary is empty unless calls are recorded, so that torch.compile
+# need not trace the look-up of the thread.
+_RECORDS: dict[int, list[tuple[str, str, Call]]] = {}
 
 
 @contextmanager
@@ -127,15 +126,11 @@ def record_calls() -> Iterator[list[tuple[str, str, Call]]]:
     It is meant for layers on torch's meta device. Inside, the torch backend runs whatever backend a call names. Calls
     that one operation makes of another are not collected.
     """
-    calls: list[tuple[str, str, Call]] = []
-    thread = threading.get_ident()
-    _RECORDS.setdefault(thread, []).append(calls)
+    calls = _RECORDS[threading.get_ident()] = []
     try:
         yield calls
     finally:
-        _RECORDS[thread].pop()
-        if not _RECORDS[thread]:
-            del _RECORDS[thread]
+        del _RECORDS[threading.get_ident()]
 
 
 def is_recording() -> bool:
@@ -183,7 +178,7 @@ def select(op: str, name: str, call: Call) -> Callable[..., Any]:
     """
     candidates = backends(op)
     if is_recording():
-        _RECORDS[threading.get_ident()][-1].append((op, name, call))
+        _RECORDS[threading.get_ident()].append((op, name, call))
         return _without_record(next(backend.function for backend in candidates if backend.name == "torch"))
     if name != "auto":
         candidates = tuple(backend for backend in candidates if backend.name == name)
