@@ -79,9 +79,7 @@ def slot_attention(
 
     Returns (o, final state or None). `chunk_size` is a power of two.
 
-    Raises ValueError for inputs that do not fit, an unknown activation and a backend that cannot run them. The values
-    of `cu_seqlens` are checked by the torch and reference backends. The triton backend checks them with
-    LONGSEQ_CHECK_CU_SEQLENS=1 alone, because the check waits for the GPU.
+    Raises ValueError for inputs that do not fit, an unknown activation and a backend that cannot run them.
 
     Source: Zhang et al. 2024, "Gated Slot Attention for Efficient Linear-Time Sequence Modeling", eq. 6; with `write`,
     Peng et al. 2022, "ABC: Attention with Bounded-memory Control", as eq. 3 of the former states it.
