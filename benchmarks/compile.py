@@ -44,10 +44,9 @@ from measure import one_line
 
 import longseq.kernels
 from longseq.kernels import list_ops
-from longseq.kernels.dispatch import backends, explain, list_local_ops, list_stepped_ops
+from longseq.kernels.dispatch import backends, explain, list_stepped_ops
 from longseq.kernels.self_test import SELF_TEST_VARIABLE, find_trial, list_calls
 from longseq.kernels.token_choice.fused import list_calls as list_choice_calls
-from longseq.kernels.triton_launch import UNFUSED
 
 HERE = Path(__file__).parent
 CAPABILITIES = {".".join(map(str, capability)): capability for capability in absent_gpu.SHARED_MEMORY}
@@ -84,7 +83,7 @@ class _SharedMemoryIsKnown(Exception):
 
 def list_compiled() -> list[str]:
     """The operations with Triton kernels, including those for one token."""
-    names = [*list_ops(), *list_local_ops(), *(f"{op}_step" for op in list_stepped_ops())]
+    names = [*list_ops(), *list_ops("local"), *(f"{op}_step" for op in list_stepped_ops())]
     return [*(op for op in names if "triton" in [backend.name for backend in backends(op)]), *UNTESTED]
 
 
@@ -243,7 +242,7 @@ def _choose(capability: tuple[int, int], found: Iterable[tuple[Any, ...]]) -> li
     described = []
     for kernel, specialization, op, call, in_trial in found:
         data = json.loads(specialization)
-        if data["options"]["enable_fp_fusion"] == (kernel.fn.__name__ in UNFUSED):
+        if not data["options"]["enable_fp_fusion"]:
             raise AssertionError(f"{op} launches {kernel.fn.__qualname__} without `launch_options`")
         base, flags = _describe(kernel, data)
         most = -sum(value is True for _, value in flags)

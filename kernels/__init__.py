@@ -11,6 +11,12 @@ A `Packing`, made once from `cu_seqlens`, can be given in place of `cu_seqlens`.
 positions and groups from the borders once per batch. `packed_attention` is softmax attention over such packed
 sequences. `token_choice` draws tokens from the scores of a language model.
 
+Operations over time share these arguments. `cu_seqlens` [N + 1] holds 0 and the end of each of N packed sequences: the
+batch is then 1, and states have N rows. With `reverse` sequences are read from their last token to their first: the
+initial state is the one behind the last token, and the final state the one at the first token. With
+reverse="second_half" the second half of the rows of the batch is read backward, and the first half forward.
+`chunk_size` changes speed and memory but not the result.
+
 Rows of a batch, heads and packed sequences do not mix. The values of one, inf and NaN included, change no bit of the
 results of another, nor of its gradients; only gradients of parameters are sums over all. Along time inf and NaN reach
 all later tokens, and also the earlier tokens of their chunk of `chunk_size` tokens (64 or 32 in the Triton kernels): a

@@ -63,6 +63,15 @@ def check_tensors(
     return sizes
 
 
+def check_shapes(op: str, shapes: Mapping[str, tuple[Tensor | None, tuple[int, ...]]]) -> None:
+    """Check that tensors have these shapes, by name; nothing while a graph is exported, as in `check_tensors`."""
+    if is_exporting():
+        return
+    for name, (tensor, shape) in shapes.items():
+        if tensor is not None and tensor.shape != shape:
+            raise ValueError(f"{op}: {name} has shape {tuple(tensor.shape)}, but must have {tuple(shape)}")
+
+
 def check_parts(op: str, state: Any, *parts: str, name: str = "initial_state") -> tuple[Any, ...]:
     """The parts of a state that is a tuple, each None where there is no state."""
     if state is None:

@@ -1,6 +1,9 @@
 """Operations of torch.library that eager code calls without torch's dispatcher."""
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -9,26 +12,44 @@ from torch.autograd import forward_ad
 
 from longseq.kernels.once_differentiable import REMEDY, once_differentiable
 
+Gradients = tuple[Tensor | None, ...]
 
-def custom_op(name: str) -> Callable[[Callable[..., Any]], "CustomOp"]:
-    """Make an operation `longseq::name` of a function that changes none of its arguments."""
-    return lambda function: CustomOp(name, function)
+
+def custom_op(name: str, fake: Callable[..., Any] | None = None) -> Callable[[Callable[..., Any]], "CustomOp"]:
+    """Make an operation `longseq::name` of a function that changes none of its arguments; see `register_fake`."""
+
+    def make(function: Callable[..., Any]) -> CustomOp:
+        op = CustomOp(name, function)
+        if fake is not None:
+            op.register_fake(fake)
+        return op
+
+    return make
+
+
+def results_like(*places: int) -> Callable[..., Any]:
+    """A function for `register_fake`: the results are like the arguments at these places, and contiguous."""
+
+    def allocate(*args: Any) -> Any:
+        found = [args[place].new_empty(args[place].shape) for place in places]
+        return found[0] if len(found) == 1 else tuple(found)
+
+    return allocate
 
 
 class CustomOp:
     """A function that torch.compile, torch.export, fake tensors and dispatch modes see as one operation.
 
     In eager code a call runs the function itself, with an autograd.Function for its gradient. torch's dispatcher takes
-    longer for an operation written in Python than many kernels run, which would slow small models down.
+    longer for an operation written in Python than many kernels run, which would slow small models down. `registered` is
+    the function for torch's dispatcher, if it is another one.
     """
 
-    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+    def __init__(self, name: str, function: Callable[..., Any], registered: Callable[..., Any] | None = None) -> None:
         self.name = name
         self.function = function
-        self.registered = torch.library.custom_op(f"longseq::{name}", mutates_args=())(function)
+        self.registered = torch.library.custom_op(f"longseq::{name}", mutates_args=())(registered or function)
         self.differentiable: Any = None
-        # Operations that return or take lists of tensors have no fall-back for torch.func.vmap.
-        self.has_lists = "Tensor[]" in str(self.registered._opoverload._schema)
 
     def register_fake(self, fake: Callable[..., Any]) -> Callable[..., Any]:
         """Register the function that returns the shapes and types of the results, without values."""
@@ -48,16 +69,72 @@ class CustomOp:
         methods = {"forward": staticmethod(forward), "backward": staticmethod(once_differentiable(backward))}
         self.differentiable = type(self.name, (torch.autograd.Function,), methods)
 
-    def __call__(self, *args: Any) -> Any:
+    def gradient(
+        self, names: str, *, outputs: int = 0, fake: Callable[..., Any] | None = None
+    ) -> Callable[[Callable[..., Any]], "CustomOp"]:
+        """Make a function the gradient of this operation, and an operation `longseq::<name>_backward`.
+
+        The function returns the gradients of the arguments in `names`, None for those that are not wanted. Its
+        parameters are, in this order: tensors that this operation takes, by the same names; the last `outputs` results
+        of this operation, or `kept`, if that is the list that it returns last; the gradients of its first results;
+        other arguments of this operation, by the same names; and `wanted`, a boolean for each of `names`. A single
+        gradient is always wanted: it is returned as it is, and there is no `wanted`. Where results are saved, gradients
+        can be None, but for the first one. Unless there is a `fake`, the function takes all `names`, and what it
+        returns is contiguous.
+        """
+
+        def register(function: Callable[..., Any]) -> CustomOp:
+            ours, own = (list(inspect.signature(one).parameters) for one in (self.function, function))
+            places = [ours.index(name) for name in names.split()]
+            saved = [ours.index(name) for name in takewhile(ours.__contains__, own)]
+            others = [ours.index(name) for name in own[len(saved) :] if name in ours]
+            is_single, has_list, keeps = len(places) == 1, "kept" in own, outputs > 0 or "kept" in own
+            arrived = len(own) - len(saved) - len(others) - max(outputs, has_list) - (not is_single)
+
+            registered = function if is_single else _without_none(function, len(places))
+            backward = CustomOp(f"{self.name}_backward", function, registered)
+            like = [own.index(name) for name in names.split() if name in own]
+            backward.register_fake(fake or (results_like(*like) if is_single else partial(_like_arguments, like)))
+
+            def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+                kept = output[-1] if has_list else output[-outputs:] if outputs else ()
+                ctx.save_for_backward(*[inputs[i] for i in saved], *kept)
+                ctx.others = [inputs[i] for i in others]
+                if keeps:
+                    ctx.set_materialize_grads(False)
+                    ctx.first = output[0].shape, output[0].dtype
+
+            def differentiate(ctx: Any, *gradients: Tensor | None) -> Gradients:
+                call: Any = ctx.saved_tensors
+                if has_list:
+                    call = *call[: len(saved)], list(call[len(saved) :])
+                if gradients[0] is None:
+                    shape, dtype = ctx.first
+                    gradients = (call[0].new_zeros(shape, dtype=dtype), *gradients[1:])
+                call = *call, *gradients[:arrived], *ctx.others
+                every: list[Tensor | None] = [None] * len(ours)
+                if is_single:
+                    every[places[0]] = backward(*call)
+                    return tuple(every)
+                wanted = [ctx.needs_input_grad[i] for i in places]
+                for place, want, gradient in zip(places, wanted, backward(*call, wanted)):  # noqa: B905
+                    every[place] = gradient if want else None
+                return tuple(every)
+
+            self.register_autograd(differentiate, setup_context=setup_context)
+            return backward
+
+        return register
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        """Call the operation; arguments by name must be in their order, as backends get them."""
+        if named:
+            args = (*args, *named.values())
         # Forward-mode derivatives have a level, also under torch.func.jvp. The level is -1 where there are none.
         if forward_ad._current_level >= 0:
             _refuse_tangents(args)
         # torch.compile traces only the first condition.
         if torch.compiler.is_compiling() or is_watched():
-            if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-                _refuse_functional_gradients(args)
-                if self.has_lists:
-                    _refuse_batches()
             return self.registered(*args)
         differentiated = False
         for x in args:
@@ -71,29 +148,25 @@ class CustomOp:
         return self.function(*args)
 
 
-def refuse_transforms() -> None:
-    """Raise RuntimeError under the transforms of torch.func, for a torch form with a backward pass of its own.
+def _without_none(function: Callable[..., Gradients], count: int) -> Callable[..., Any]:
+    """The function for torch's dispatcher, which knows no None: gradients that are not wanted are empty tensors."""
 
-    torch refuses its autograd.Function there, too, in words for the authors of such functions.
-    """
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-        raise RuntimeError(
-            "torch.func.vmap, grad, jvp and their like do not pass through this operation, whose backward pass is its "
-            "own: give backend='reference', which they transform"
-        )
+    @wraps(function)
+    def differentiate(*args: Any) -> Any:
+        found = function(*args)
+        pairs = zip(found, args[-1], strict=True)
+        return tuple(x if want and x is not None else args[0].new_empty(0) for x, want in pairs)
 
-
-def _refuse_batches() -> None:
-    """Raise RuntimeError under torch.func.vmap; torch's own error addresses authors of operations."""
-    if torch._C._functorch.TransformType.Vmap in _active_transforms():
-        raise RuntimeError(
-            "torch.func.vmap does not pass through the kernels of this operation: give backend='reference', which it "
-            "transforms, or add its dimension to the batch"
-        )
+    signature = inspect.signature(function)
+    results: Any = tuple.__class_getitem__((Tensor,) * count)
+    differentiate.__signature__ = signature.replace(return_annotation=results)  # type: ignore[attr-defined]
+    return differentiate
 
 
-def _active_transforms() -> set[Any]:
-    return {transform.key() for transform in torch._C._functorch.get_interpreter_stack()}
+def _like_arguments(places: Sequence[int], *args: Any) -> tuple[Tensor, ...]:
+    """Tensors like the arguments at these places, or empty where the gradients are not wanted."""
+    pairs = zip([args[place] for place in places], args[-1], strict=True)
+    return tuple(x.new_empty(x.shape) if want else args[0].new_empty(0) for x, want in pairs)
 
 
 def _refuse_tangents(args: tuple[Any, ...]) -> None:
@@ -106,17 +179,6 @@ def _refuse_tangents(args: tuple[Any, ...]) -> None:
     ):
         raise RuntimeError(
             f"torch.func.jvp, jacfwd and dual tensors: this operation has no forward-mode derivative; {REMEDY}"
-        )
-
-
-def _refuse_functional_gradients(args: tuple[Any, ...]) -> None:
-    """Raise RuntimeError under torch.func.grad and its like; torch's own error addresses authors of operations."""
-    if not torch.is_grad_enabled() or not any(isinstance(x, Tensor) and x.requires_grad for x in args):
-        return
-    if torch._C._functorch.TransformType.Grad in _active_transforms():
-        raise RuntimeError(
-            "torch.func.grad, vjp, jacrev and hessian do not pass through this operation, as torch.autograd.grad does; "
-            f"{REMEDY}"
         )
 
 

@@ -22,9 +22,8 @@ class Call:
     dtype: torch.dtype
     packed: bool = False  # called with cu_seqlens
     exporting: bool = False  # inside torch.export, torch.onnx.export or torch.jit.trace
-    sizes: Mapping[str, int] = field(
-        default_factory=dict
-    )  # sizes by dimension name ("T", "K", ...); a size that is absent is not known
+    # By dimension name ("T", "K", ...); a size that is absent is not known.
+    sizes: Mapping[str, int] = field(default_factory=dict)
     differentiated: bool = False  # an input requires a gradient; set for one-token forms only
     reverse: bool | str = False  # the operation's argument `reverse`
     mixed: bool = False  # gates or parameters are float32, other inputs half precision
@@ -45,38 +44,17 @@ class Backend:
     reasons: Callable[[Call], list[str]] = no_reasons
 
 
+# By operation, and by the name of its form for one token, `<op>_step`; the preferred one first.
 _BACKENDS: dict[str, tuple[Backend, ...]] = {}
-# Backends of the one-token forms, apart from the others: `list_ops` names only operations on whole sequences.
-_STEPS: dict[str, tuple[Backend, ...]] = {}
-# Backends of operations without a state: on each token by itself, or on a whole image.
-_LOCAL: dict[str, tuple[Backend, ...]] = {}
-# Backends of operations that torch's own kernels compute.
-_TORCH: dict[str, tuple[Backend, ...]] = {}
+# "recurrence"; "step"; "local": on each token by itself, or on a whole image, without a state; "torch": torch's own
+# kernels compute it, in one form or another.
+_KINDS: dict[str, str] = {}
 
 
-def register(op: str, *backends: Backend) -> None:
+def register(op: str, *backends: Backend, kind: str = "recurrence") -> None:
     """Register an operation with its backends, the preferred one first."""
     assert op not in _BACKENDS, f"operation {op} is registered twice"
-    assert len({backend.name for backend in backends}) == len(backends) > 0
-    _BACKENDS[op] = backends
-
-
-def register_step(op: str, *backends: Backend) -> None:
-    """Register the one-token form of an operation, `<op>_step`, with its backends, the preferred one first."""
-    assert f"{op}_step" not in _STEPS, f"the step of {op} is registered twice"
-    _STEPS[f"{op}_step"] = backends
-
-
-def register_local(op: str, *backends: Backend) -> None:
-    """Register an operation that computes each token by itself with its backends, the preferred one first."""
-    assert op not in _LOCAL, f"operation {op} is registered twice"
-    _LOCAL[op] = backends
-
-
-def register_torch(op: str, *backends: Backend) -> None:
-    """Register an operation that torch's own kernels compute, in one form or another, the preferred one first."""
-    assert op not in _TORCH, f"operation {op} is registered twice"
-    _TORCH[op] = backends
+    _BACKENDS[op], _KINDS[op] = backends, kind
 
 
 def backend_of_local(backend: str) -> str:
@@ -97,27 +75,21 @@ def backend_of_step(backend: str) -> str:
     return backend
 
 
-def list_local_ops() -> tuple[str, ...]:
-    """Names of the operations that compute each token by itself, sorted."""
-    return tuple(sorted(_LOCAL))
-
-
-def list_ops() -> tuple[str, ...]:
-    """Names of the registered operations, sorted."""
-    return tuple(sorted(_BACKENDS))
+def list_ops(kind: str = "recurrence") -> tuple[str, ...]:
+    """Names of the registered operations over time, or of another kind such as "local", sorted."""
+    return tuple(sorted(op for op, own in _KINDS.items() if own == kind))
 
 
 def list_stepped_ops() -> tuple[str, ...]:
     """Names of the registered operations with a form for one token, sorted."""
-    return tuple(op for op in list_ops() if f"{op}_step" in _STEPS)
+    return tuple(op for op in list_ops() if f"{op}_step" in _BACKENDS)
 
 
 def backends(op: str) -> tuple[Backend, ...]:
     """The backends of an operation, or of its one-token form, in the order in which `backend="auto"` tries them."""
-    found = _BACKENDS.get(op) or _STEPS.get(op) or _LOCAL.get(op) or _TORCH.get(op)
-    if found is None:
+    if op not in _BACKENDS:
         raise ValueError(f"unknown operation {op!r}: choose one of {', '.join(list_ops())}")
-    return found
+    return _BACKENDS[op]
 
 
 def explain(
@@ -142,9 +114,9 @@ def explain_call(op: str, call: Call) -> dict[str, list[str]]:
     return {backend.name: _find_reasons(op, backend, call) for backend in backends(op)}
 
 
-# The lists of the open `record_calls` of each thread. The dictionary is empty unless calls are recorded, so that
-# torch.compile need not trace the look-up of the thread.
-_RECORDS: dict[int, list[list[tuple[str, str, Call]]]] = {}
+# The list of each thread that records calls. The dictionary is empty unless calls are recorded, so that torch.compile
+# need not trace the look-up of the thread.
+_RECORDS: dict[int, list[tuple[str, str, Call]]] = {}
 
 
 @contextmanager
@@ -154,15 +126,11 @@ def record_calls() -> Iterator[list[tuple[str, str, Call]]]:
     It is meant for layers on torch's meta device. Inside, the torch backend runs whatever backend a call names. Calls
     that one operation makes of another are not collected.
     """
-    calls: list[tuple[str, str, Call]] = []
-    thread = threading.get_ident()
-    _RECORDS.setdefault(thread, []).append(calls)
+    calls = _RECORDS[threading.get_ident()] = []
     try:
         yield calls
     finally:
-        _RECORDS[thread].pop()
-        if not _RECORDS[thread]:
-            del _RECORDS[thread]
+        del _RECORDS[threading.get_ident()]
 
 
 def is_recording() -> bool:
@@ -200,9 +168,7 @@ def export_forms(forms: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
 def _find_reasons(op: str, backend: Backend, call: Call) -> list[str]:
     """The backend's own reasons, or else the reasons of the self-test that Triton kernels must pass."""
     reasons = backend.reasons(call)
-    if reasons or backend.name != "triton":
-        return reasons
-    return self_test.failures(op, call.device, call.dtype, call.sizes, call.reverse, call.mixed, call.packed, call.kind)
+    return reasons if reasons or backend.name != "triton" else self_test.failures(op, call)
 
 
 def select(op: str, name: str, call: Call) -> Callable[..., Any]:
@@ -212,7 +178,7 @@ def select(op: str, name: str, call: Call) -> Callable[..., Any]:
     """
     candidates = backends(op)
     if is_recording():
-        _RECORDS[threading.get_ident()][-1].append((op, name, call))
+        _RECORDS[threading.get_ident()].append((op, name, call))
         return _without_record(next(backend.function for backend in candidates if backend.name == "torch"))
     if name != "auto":
         candidates = tuple(backend for backend in candidates if backend.name == name)

@@ -5,8 +5,6 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch._C._functorch import is_legacy_batchedtensor
 
 # The remedy in errors about a derivative that an operation does not have.
 REMEDY = "backend='reference' has one (backend='torch', for operations on each token alone)"
@@ -27,15 +25,6 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
             return backward(ctx, *gradients)
         if torch.is_grad_enabled():
             raise RuntimeError(f"create_graph=True: this operation has no second derivative; {REMEDY}")
-        try:
-            return backward(ctx, *gradients)
-        except RuntimeError as error:
-            if not any(isinstance(one, Tensor) and is_legacy_batchedtensor(one) for one in gradients):
-                raise
-            raise RuntimeError(
-                "is_grads_batched=True, and jacobian and hessian with vectorize=True: the backward pass of this "
-                "operation takes one gradient at a time; leave it out, or give backend='reference' (backend='torch', "
-                "for operations on each token alone)"
-            ) from error
+        return backward(ctx, *gradients)
 
     return differentiate

@@ -30,12 +30,10 @@ from longseq.kernels.dispatch import (
     loop_reasons,
     no_reasons,
     register,
-    register_local,
-    register_step,
     select,
     unpacking_reasons,
 )
-from longseq.kernels.empty import is_empty, run_empty
+from longseq.kernels.empty import run_empty
 from longseq.kernels.packing import Packing, check_tokens, is_checked, segment_bounds
 from longseq.kernels.precision import call_dtype, is_mixed
 from longseq.kernels.reading import Reverse, check_own_parameters, check_reverse
@@ -46,6 +44,11 @@ COUNTER = "int64"  # in place of a layout: an integer for each row of a state
 TRITON_STEP_WIDTH = 512  # the largest dimension that one program of a step holds whole
 
 MOST_REMEMBERED = 4096  # choices of backends, for each operation
+
+
+# The dimensions of each tensor by its name, or those of the parts of a state.
+Layouts = Mapping[str, str | Mapping[str, str]]
+Tensors = dict[str, tuple[Tensor | None, str]]
 
 
 @dataclass
@@ -64,7 +67,7 @@ class Recurrence:
         power_of_two: the chunk size must be a power of two, because chunks are split in halves.
     """
 
-    layouts: Mapping[str, str | Mapping[str, str]]
+    layouts: Layouts
     values: str
     mixed: tuple[str, ...] = ()
     check: Callable[..., None] | None = None
@@ -79,13 +82,7 @@ class Recurrence:
         chunk_size = arguments.get("chunk_size")
         if chunk_size is not None:
             check_chunk_size(op, chunk_size, power_of_two=self.power_of_two)
-        if "scale" in arguments:
-            check_scale(op, arguments["scale"])
-        if self.check is not None:
-            self.check(op, **arguments)
-        tensors, counters = _with_layouts(op, self.layouts, arguments)
-        sizes = check_tensors(op, tensors, cu_seqlens, mask=arguments.get("mask"))
-        _check_counters(op, counters, tensors)
+        tensors, sizes = self._check(op, self.layouts, arguments, cu_seqlens)
         check_reverse(op, reverse, sizes["B"], cu_seqlens)
         for name, (tensor, layout) in tensors.items():
             if tensor is not None and layout.startswith("P "):
@@ -106,26 +103,29 @@ class Recurrence:
 
     def judge_step(self, op: str, **arguments: Any) -> Call:
         """Check a call of the form for one token and return the properties by which its backend is chosen."""
-        if "scale" in arguments:
-            check_scale(op, arguments["scale"])
-        if self.check is not None:
-            self.check(op, **arguments)
-        tensors, counters = _with_layouts(op, self.layouts_of_token, arguments)
-        sizes = check_tensors(op, tensors, None)
-        _check_counters(op, counters, tensors)
+        tensors, sizes = self._check(op, self.layouts_of_token, arguments, None)
         present = {name: x for name, (x, _) in tensors.items() if x is not None}
         states = [x for name, x in present.items() if name.startswith("state")]
         dtype = next((x.dtype for x in states if x.dtype != torch.float32), torch.float32)
         wanted = torch.is_grad_enabled() and any([x.requires_grad for x in present.values()])
         return Call(states[0].device, dtype, exporting=is_exporting(), sizes=sizes, differentiated=wanted)
 
+    def _check(
+        self, op: str, layouts: Layouts, arguments: Mapping[str, Any], cu_seqlens: Tensor | None
+    ) -> tuple[Tensors, dict[str, int]]:
+        """Check a call; return its tensors with their layouts, and the size of each letter."""
+        if "scale" in arguments:
+            check_scale(op, arguments["scale"])
+        if self.check is not None:
+            self.check(op, **arguments)
+        tensors, counters = _with_layouts(op, layouts, arguments)
+        sizes = check_tensors(op, tensors, cu_seqlens, mask=arguments.get("mask"))
+        for name, counter in counters.items():
+            check_counter(op, name, counter, tensors[f"{name.partition('[')[0]}[0]"][0])
+        return tensors, sizes
 
-Tensors = dict[str, tuple[Tensor | None, str]]
 
-
-def _with_layouts(
-    op: str, layouts: Mapping[str, str | Mapping[str, str]], arguments: Mapping[str, Any]
-) -> tuple[Tensors, dict[str, Tensor | None]]:
+def _with_layouts(op: str, layouts: Layouts, arguments: Mapping[str, Any]) -> tuple[Tensors, dict[str, Tensor | None]]:
     """The tensors of a call with their layouts, and the counters of its state, by name."""
     named: Tensors = {}
     for name, layout in layouts.items():
@@ -145,12 +145,7 @@ def _fitting(tensor: Tensor | None, layout: str) -> str:
     return first if not second or (tensor is not None and tensor.dim() == len(first.split())) else second
 
 
-def _check_counters(op: str, counters: Mapping[str, Tensor | None], tensors: Tensors) -> None:
-    for name, counter in counters.items():
-        check_counter(op, name, counter, tensors[f"{name.partition('[')[0]}[0]"][0])
-
-
-def _of_one_token(layouts: Mapping[str, str | Mapping[str, str]]) -> dict[str, str | Mapping[str, str]]:
+def _of_one_token(layouts: Layouts) -> dict[str, str | Mapping[str, str]]:
     def cut(layout: Any) -> Any:
         if not isinstance(layout, str):
             return {part: cut(own) for part, own in layout.items()}
@@ -194,7 +189,7 @@ def operation(
 
             forms.append(Backend("triton", kernels, find_reasons))
         if reference is None:
-            register_local(op, *forms, Backend("torch", torch))
+            register(op, *forms, Backend("torch", torch), kind="local")
         else:
             chunked = Backend("torch", torch, unpacking_reasons)
             register(op, *forms, chunked, Backend("reference", reference, loop_reasons))
@@ -222,7 +217,7 @@ def step(
     def decorate(function: Function) -> Function:
         name = function.__name__
         kernel = Later(f"{function.__module__}.triton_step", f"{name}_triton")
-        register_step(name.removesuffix("_step"), Backend("triton", kernel, reasons), Backend("torch", torch))
+        register(name, Backend("triton", kernel, reasons), Backend("torch", torch), kind="step")
         return dispatched(name, function, recurrence.judge_step, prepare)
 
     return decorate
@@ -325,7 +320,7 @@ def dispatched(
         if is_exporting() or first.numel():
             return run
         form = find_torch_form(op, run)  # an empty tensor launches no kernel
-        return partial(run_empty, form, first.shape) if is_recurrent and is_empty(first.shape) else form
+        return partial(run_empty, form) if is_recurrent and first.shape[0] == 0 else form
 
     def recall(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
         first: Any = args[0] if args else kwargs.get(names[0])

@@ -253,17 +253,10 @@ def is_faked(x: Tensor) -> bool:
 
 def check_borders(caller: str, cu_seqlens: Tensor) -> int:
     """Check type and shape of `cu_seqlens`; return the number of segments."""
-    if not isinstance(cu_seqlens, Tensor):
+    integers = isinstance(cu_seqlens, Tensor) and cu_seqlens.dtype in (torch.int32, torch.int64)
+    if not integers or cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
         raise ValueError(
-            f"{caller}: cu_seqlens is a {type(cu_seqlens).__name__}, but must be a tensor; "
-            "use torch.tensor(cu_seqlens, dtype=torch.int32)"
-        )
-    if cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"{caller}: cu_seqlens is {cu_seqlens.dtype}, but must be int32 or int64; cast it first")
-    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
-        raise ValueError(
-            f"{caller}: cu_seqlens has shape {tuple(cu_seqlens.shape)}, but must be [N + 1] with N >= 1 segments: "
-            "0, the end of each segment"
+            f"{caller}: cu_seqlens must be an int32 or int64 tensor [N + 1] with N >= 1 segments: 0, then their ends"
         )
     return cu_seqlens.shape[0] - 1
 
@@ -271,15 +264,9 @@ def check_borders(caller: str, cu_seqlens: Tensor) -> int:
 def segment_bounds(cu_seqlens: Tensor, tokens: int) -> list[int]:
     """The values of cu_seqlens on the host, checked. Waits for the device that holds them."""
     bounds = cu_seqlens.tolist()
-    if bounds[0] != 0:
-        raise ValueError(f"cu_seqlens starts with {bounds[0]}, but must start with 0")
-    if bounds[-1] != tokens:
+    if bounds[0] != 0 or bounds[-1] != tokens or bounds != sorted(bounds):
         raise ValueError(
-            f"cu_seqlens ends with {bounds[-1]}, but must end with T = {tokens}, the number of packed tokens"
+            f"cu_seqlens must begin with 0, never fall, and end with T = {tokens}, the number of packed tokens, not go "
+            f"from {bounds[0]} to {bounds[-1]}{'' if bounds == sorted(bounds) else ' and falls between'}"
         )
-    for start, end in pairwise(bounds):
-        if end < start:
-            raise ValueError(
-                f"cu_seqlens falls from {start} to {end}, but must not decrease; sort the ends of the segments"
-            )
     return bounds

@@ -114,6 +114,22 @@ def token(sequences: Sequences, t: int) -> list[Any]:
     return [None if x is None else x[:, t] for x in sequences]
 
 
+def run_tokens(step: Callable[[list[Any], Any], tuple[Tensor, Any]], sequences: Sequences, **call: Any) -> Any:
+    """Run a recurrence token by token, by a function from a token's tensors and a state to an output and a state.
+
+    The other arguments are those of `run_recurrence`. This is the definition that every other form is compared with.
+    """
+
+    def core(sequences: Sequences, state: Any) -> tuple[Tensor, Any]:
+        outputs = []
+        for t in range(sequences[0].shape[1]):
+            output, state = step(token(sequences, t), state)
+            outputs.append(output)
+        return torch.stack(outputs, dim=1), state
+
+    return run_recurrence(core, sequences, unpack=run_segments, **call)
+
+
 def run_segments(core: Core, sequences: Sequences, state: State, packing: Packing) -> tuple[Tensor, Any]:
     """Run `core` on each segment by itself: the definition of packing."""
     outputs, states = [], []

@@ -8,10 +8,9 @@ with the torch form in float64 on the CPU. In each head and chunk the error may 
 the call's precision (see accuracy.py). The kernels of all cases are compiled first, side by side. Kernels that fail or
 do not compile are refused: a warning says so, and `backend="auto"` takes the torch form.
 
-A verdict holds for one kind of GPU, one version of Triton, one of torch, and one state of these sources and tables.
-Each verdict is a file of its own below `LONGSEQ_CACHE_DIR` (~/.cache/longseq), so that processes can write at the same
-time. A verdict stays in the process where no folder can be written, and where the failure was temporary, such as a full
-disk. The ranks of a process group act on one verdict (see `_agree`).
+A test that is passed holds for one kind of GPU, one version of Triton, one of torch, and one state of these sources and
+tables. It is noted as a file of its own below `LONGSEQ_CACHE_DIR` (~/.cache/longseq), so that processes can write at
+the same time. A failure holds in its process alone, because it may be temporary, such as a full disk.
 
 LONGSEQ_SELF_TEST=0 trusts all kernels. Emulated kernels are not tested.
 """
@@ -20,15 +19,13 @@ import hashlib
 import json
 import logging
 import os
-import re
-import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,10 +34,11 @@ from longseq.kernels.accuracy import Bar
 from longseq.kernels.compile_ahead import compile_kernels, find_kernels
 from longseq.kernels.self_test_cases import TRIALS, Case, Trial
 
+if TYPE_CHECKING:
+    from longseq.kernels.dispatch import Call
+
 SELF_TEST_VARIABLE = "LONGSEQ_SELF_TEST"
 CACHE_VARIABLE = "LONGSEQ_CACHE_DIR"
-FAULTS = "illegal memory access|illegal instruction|misaligned address"  # errors of a GPU that kernels cause
-
 
 # By operation, precision, device and widths: None, or why the kernels are refused.
 _VERDICTS: dict[tuple[object, ...], str | None] = {}
@@ -49,21 +47,13 @@ _log = logging.getLogger(__name__)
 _THREAD = threading.local()
 
 
-def failures(
-    op: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    sizes: Mapping[str, int],
-    reverse: bool | str = False,
-    mixed: bool = False,
-    packed: bool = False,
-    kind: str = "",
-) -> list[str]:
+def failures(op: str, call: "Call") -> list[str]:
     """The reasons against an operation's Triton kernels for a call: none, or that they failed."""
-    if not is_tested(device.type):
+    if not is_tested(call.device.type):
         return []
-    widths = [_representative(sizes.get(name, size)) for name, size in find_trial(op).widths.items()]
-    failure = longseq_self_test_verdict(op, dtype, device.type, device.index, reverse, mixed, packed, kind, *widths)
+    widths = [_representative(call.sizes.get(name, size)) for name, size in find_trial(op).widths.items()]
+    place, packed = (call.device.type, call.device.index), call.packed and not op.endswith("_step")
+    failure = longseq_self_test_verdict(op, call.dtype, *place, call.reverse, call.mixed, packed, call.kind, *widths)
     return [] if failure is None else [failure]
 
 
@@ -111,10 +101,9 @@ def longseq_self_test_verdict(
             return None
         index = torch.cuda.current_device() if index is None else index
     device = torch.device(device_type) if index is None else torch.device(device_type, index)
-    packed = packed and not op.endswith("_step")
     sizes = dict(zip(find_trial(op).widths, widths, strict=True))
     test = _Test(op, dtype, device, reverse, mixed, packed, kind, sizes)
-    key = (_count_ranks(), *test[:-1], *widths)  # another number of ranks has another verdict
+    key = (*test[:-1], *widths)
     if key in _VERDICTS:
         return _VERDICTS[key]
     if is_testing():
@@ -133,9 +122,10 @@ def _find_verdict(test: "_Test", key: tuple[object, ...]) -> str | None:
     try:
         if key in _VERDICTS:
             return _VERDICTS[key]
-        failure, is_final = _judge(test)
-        if is_final:
-            failure = _VERDICTS[key] = _agree(test, failure)
+        is_known = _is_known(test)
+        failure = None if is_known else _find_obstacle(test.device)
+        if failure is None:
+            failure = _VERDICTS[key] = None if is_known else _judge(test)
     finally:
         _LOCK.release()
     if failure is not None:
@@ -161,39 +151,8 @@ def all_at_once(device: torch.device) -> Iterator[None]:
 
 
 def _is_known(test: "_Test") -> bool:
-    record = test.record
-    return os.environ.get(SELF_TEST_VARIABLE) == "0" or _read(_file_of(record), record) is not None
-
-
-def _count_ranks() -> int:
-    """The number of processes in the default process group; one without a group."""
-    distributed = torch.distributed
-    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
-
-
-def _agree(test: "_Test", failure: str | None) -> str | None:
-    """The verdict that all ranks act on: the first one that any rank reaches.
-
-    The verdict is kept in the store of the process group, where each rank writes or reads it without waiting. With a
-    collective, a rank that alone makes a call would hang. If the first rank's kernels failed, ranks whose kernels are
-    right refuse them as well. If this rank's kernels failed and the first rank's did not, RuntimeError is raised: the
-    first rank already runs its kernels.
-    """
-    if _count_ranks() == 1:
-        return failure
-    rank, op = torch.distributed.get_rank(), test.op
-    call = test._replace(device=torch.device(test.device.type))
-    store = torch.distributed.distributed_c10d._get_default_store()
-    mine = json.dumps({"rank": rank, "error": failure})
-    first = json.loads(store.compare_set(f"longseq self-test of {call}", "", mine))
-    if failure is not None and first["error"] is None:
-        raise RuntimeError(
-            f"rank {rank} refuses the Triton kernels of {op}, but rank {first['rank']} runs them, and all ranks must "
-            f"run the same backend (mend it, or use backend='torch'): {failure}"
-        )
-    if failure is None and first["error"] is not None:
-        return f"all ranks run the same backend, and on rank {first['rank']} {first['error']}"
-    return failure
+    """Whether the kernels count as right without a test: they have passed it, or it is turned off."""
+    return os.environ.get(SELF_TEST_VARIABLE) == "0" or os.path.exists(test.file)
 
 
 # torch.compile calls the function while it traces and takes the result as a constant of the graph, as with
@@ -215,52 +174,44 @@ class _Test(NamedTuple):
     widths: dict[str, int]
 
     @property
-    def place(self) -> dict[str, Any]:
-        """Everything besides our own sources that decides the results of the kernels."""
+    def record(self) -> dict[str, Any]:
+        """Everything that a verdict depends on."""
         import triton
 
         gpu, capability = f"{self.device.type}, emulated", None
         if self.device.type == "cuda":
             gpu = torch.cuda.get_device_name(self.device)
-            capability = list(torch.cuda.get_device_capability(self.device))
-        return {"gpu": gpu, "capability": capability, "triton": triton.__version__, "torch": str(torch.__version__)}
+            capability = "{}.{}".format(*torch.cuda.get_device_capability(self.device))
+        call: dict[str, Any] = {"op": self.op, "dtype": str(self.dtype).removeprefix("torch."), "reverse": self.reverse}
+        call |= {"mixed": self.mixed, "packed": self.packed, "kind": self.kind, "widths": self.widths}
+        place = {"gpu": gpu, "capability": capability, "triton": triton.__version__, "torch": str(torch.__version__)}
+        return {**call, **place, "sources": _hash_sources()}
 
     @property
-    def record(self) -> dict[str, Any]:
-        """Everything that a verdict depends on."""
-        dtype = str(self.dtype).removeprefix("torch.")
-        call = {"op": self.op, "dtype": dtype, "reverse": self.reverse, "mixed": self.mixed, "packed": self.packed}
-        return {**call, "kind": self.kind, "widths": self.widths, **self.place, "sources": _hash_sources()}
+    def file(self) -> Path:
+        """The file that says that the test was passed; its name holds a digest of the record."""
+        record = self.record
+        digest = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]
+        widths = "-".join(f"{name}{size}" for name, size in self.widths.items())
+        folder = os.environ.get(CACHE_VARIABLE) or os.path.expanduser("~/.cache/longseq")
+        return Path(folder) / "self_test" / f"{self.op}-{record['dtype']}-{widths}-{digest}.json"
 
 
-def _judge(test: _Test) -> tuple[str | None, bool]:
-    """The failure of the kernels or None, and whether that is final."""
-    if os.environ.get(SELF_TEST_VARIABLE) == "0":
-        return None, True
-    record = test.record
-    file = _file_of(record)
-    found = _read(file, record)
-    if found is None:
-        if obstacle := _find_obstacle(test.device):
-            return obstacle, False
-        _settle(test.device)
-        sizes = "".join(f", {name}={size}" for name, size in test.widths.items())
-        _log.info("compiling the kernels of %s (%s%s) and comparing them with float64", test.op, record["dtype"], sizes)
-        error, is_lasting = _run_in_own_thread(lambda: _find_error(test))
-        found = {**record, "error": error}
-        if is_lasting:
-            _write(file, found)
-        else:
-            file = None
-    if found["error"] is None:
-        return None, True
-    remedy = f" (to test again, delete {file})" if file is not None and file.exists() else ""
-    return f"their self-test failed {_describe(record)}: {found['error']}{remedy}", True
-
-
-def _describe(place: Mapping[str, Any]) -> str:
-    capability = "" if place["capability"] is None else " (capability {}.{})".format(*place["capability"])
-    return f"on {place['gpu']}{capability} with Triton {place['triton']} and torch {place['torch']}"
+def _judge(test: _Test) -> str | None:
+    """Run the test: the failure of the kernels, or None."""
+    if test.device.type == "cuda":
+        torch.cuda.synchronize(test.device)  # so that an error of earlier work is raised here and not in the test
+    record, file = test.record, test.file
+    sizes = "".join(f", {name}={size}" for name, size in test.widths.items())
+    _log.info("compiling the kernels of %s (%s%s) and comparing them with float64", test.op, record["dtype"], sizes)
+    error = _run_in_own_thread(lambda: _find_error(test))
+    if error is not None:
+        where = "{gpu} (capability {capability}) with Triton {triton} and torch {torch}".format_map(record)
+        return f"their self-test failed on {where}: {error}"
+    with suppress(OSError):  # where no folder can be written, the process alone knows
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(record, indent=2), encoding="utf-8")
+    return None
 
 
 def _find_obstacle(device: torch.device) -> str | None:
@@ -281,14 +232,8 @@ def _say_untested(when: str) -> str:
     return f"their self-test has not run, and cannot {when}: call the operation once before"
 
 
-def _settle(device: torch.device) -> None:
-    """Wait for the GPU, so that an error of earlier work is raised here and not in the test."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _run_in_own_thread(find_error: Callable[[], str | None]) -> tuple[str | None, bool]:
-    """Return the error of the kernels or None, and whether later processes may rely on that.
+def _run_in_own_thread(find_error: Callable[[], str | None]) -> str | None:
+    """Return the error of the kernels, or None.
 
     The test runs in a thread of its own. There autocast, gradients, inference mode, the stream and dispatch modes have
     their defaults, whatever the caller has set. The test has its own generators of random numbers.
@@ -307,21 +252,11 @@ def _run_in_own_thread(find_error: Callable[[], str | None]) -> tuple[str | None
     thread.join()
     (found,) = outcome
     if not isinstance(found, Exception):
-        return found, True
+        return found
     if isinstance(found, torch.OutOfMemoryError):
         raise found  # it does not concern the kernels
     text = f"{type(found).__name__}: {' '.join(str(found).split())}"
-    return text if len(text) <= 300 else f"{text[:100]} ... {text[-200:]}", _is_of_kernels(found)
-
-
-def _is_of_kernels(error: Exception) -> bool:
-    """True if the error would occur again. A full disk or a missing C compiler says nothing about the kernels."""
-    from triton import CompilationError, OutOfResources
-    from triton.runtime.errors import PTXASError
-
-    # A fault of the GPU is one of the kernels, because no earlier work had failed (see `_settle`).
-    is_fault = isinstance(error, RuntimeError) and re.search(FAULTS, str(error)) is not None
-    return is_fault or isinstance(error, CompilationError | OutOfResources | PTXASError)
+    return text if len(text) <= 300 else f"{text[:100]} ... {text[-200:]}"
 
 
 def _find_error(test: _Test) -> str | None:
@@ -469,44 +404,3 @@ def _hash_sources() -> str:
     for file in sorted(folder.rglob("*.py")):
         digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
-
-
-def _file_of(record: Mapping[str, Any]) -> Path | None:
-    """The file of a verdict; None for a user without a home folder."""
-    try:
-        cache = os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "longseq"
-    except RuntimeError:
-        return None
-    widths = "-".join(f"{name}{size}" for name, size in record["widths"].items())
-    digest = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]
-    return Path(cache) / "self_test" / f"{record['op']}-{record['dtype']}-{widths}-{digest}.json"
-
-
-def _read(file: Path | None, record: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The verdict in a file; None if there is no valid one. The next verdict replaces an invalid file."""
-    if file is None:
-        return None
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    error = found.get("error", 0) if isinstance(found, dict) else 0
-    if not (error is None or isinstance(error, str)) or {**record, "error": error} != found:
-        return None
-    return found
-
-
-def _write(file: Path | None, found: Mapping[str, Any]) -> None:
-    """Write a verdict in one piece, safe from other writers. If it cannot be written, it stays in the process."""
-    if file is None:
-        return
-    part = ""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        handle, part = tempfile.mkstemp(dir=file.parent, suffix=".part")
-        with open(handle, "w", encoding="utf-8") as stream:
-            json.dump(found, stream, indent=2)
-        os.replace(part, file)
-    except OSError:
-        if part:
-            Path(part).unlink(missing_ok=True)

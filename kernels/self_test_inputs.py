@@ -190,17 +190,8 @@ def _generator(device: torch.device | str, seed: int) -> torch.Generator | None:
 
 @_maker(
     "delta_rule",
-    "plain",
-    "gated",
-    "write_key",
-    "gated_write_key",
-    "correlated_keys",
-    "channel",
-    "channel_write_key",
-    "added",
-    "before",
-    "channel_added_before",
-    "extreme_channel_decay",
+    *("plain", "gated", "write_key", "gated_write_key", "correlated_keys", "channel", "channel_write_key"),
+    *("added", "before", "channel_added_before", "extreme_channel_decay"),
 )
 def _delta_rule(sampler: InputSampler, variant: str) -> Inputs:
     heads, key_dim, value_dim = sampler.size(H=2, K=4, V=3)
@@ -228,14 +219,8 @@ def _delta_rule(sampler: InputSampler, variant: str) -> Inputs:
 
 @_maker(
     "linear_attention",
-    "plain",
-    "head_gated",
-    "channel_gated",
-    "value_gated",
-    "extreme_channel_decay",
-    "extreme_value_decay",
-    "grouped",
-    "grouped_plain",
+    *("plain", "head_gated", "channel_gated", "value_gated", "extreme_channel_decay", "extreme_value_decay"),
+    *("grouped", "grouped_plain"),
 )
 def _linear_attention(sampler: InputSampler, variant: str) -> Inputs:
     grouped = variant.startswith("grouped")

@@ -17,19 +17,13 @@ PREPARED = 1024
 TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
-# Kernels that give the whole numbers of other programs. They round each product and each sum, as those do: where a sum
-# is nearly whole, they would else give the number beside it.
-UNFUSED = frozenset({"count_values", "make_tables", "apply_step"})
-
-
-def launch_options(warps: int, *, fused: bool = True, **others: int | None) -> dict[str, Any]:
+def launch_options(warps: int, **others: int | None) -> dict[str, Any]:
     """The keyword arguments that Triton itself reads; every launch takes them from here.
 
-    `fused` lets a multiplication and the addition that follows it be one instruction with one rounding. The kernels
-    were measured with it, except those of `UNFUSED`. It is Triton's default up to 3.9, and not from 3.10 on, so it is
-    set here.
+    A multiplication and the addition that follows it may be one instruction with one rounding: the kernels were
+    measured so. It is Triton's default up to 3.9, and not from 3.10 on.
     """
-    return {"num_warps": warps, **others, "enable_fp_fusion": fused}
+    return {"num_warps": warps, **others, "enable_fp_fusion": True}
 
 
 class Launch(NamedTuple):

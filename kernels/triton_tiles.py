@@ -144,6 +144,12 @@ def store_tokens(base, stride, live, column, x, WIDTH: tl.constexpr, CHUNK: tl.c
 
 
 @triton.jit
+def load_rows(x, row, stride, column, inside):
+    """Columns of rows with this stride, in float32; zeros where `inside` is false."""
+    return tl.load(x + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def load_numbers(base, stride, live, CHUNK: tl.constexpr):
     """One number for each token of a chunk, [CHUNK], in float32."""
     i = tl.arange(0, CHUNK)

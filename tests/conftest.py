@@ -107,7 +107,7 @@ def mark_fast(items: list[pytest.Item]) -> None:
     from longseq import kernels, mixers
     from longseq.kernels import dispatch
 
-    subjects = {*mixers.mixer_names(), *kernels.list_ops(), *dispatch.list_local_ops()}
+    subjects = {*mixers.mixer_names(), *kernels.list_ops(), *dispatch.list_ops("local")}
     seen: set[tuple[Any, ...]] = set()
     for item in items:
         if not isinstance(item, pytest.Function) or any(map(item.get_closest_marker, NEVER_FAST)):

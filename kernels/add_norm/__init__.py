@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from longseq.kernels.add_norm.norm import add_norm_torch
+from longseq.kernels.checks import check_shapes
 from longseq.kernels.dispatch import Call, is_exporting
 from longseq.kernels.operation import operation
 from longseq.kernels.precision import call_dtype, is_mixed
@@ -18,9 +19,13 @@ TRITON_WIDTH = 8192  # of a row, which one program reads whole
 def _judge(
     op: str, x: Tensor, weight: Tensor, bias: Tensor | None, branch: Tensor | None, dtype: torch.dtype | None, **_: Any
 ) -> Call:
-    # While a graph is exported, a comparison of symbolic sizes would become a condition of it.
-    if not is_exporting():
-        _check(x, weight, bias, branch)
+    width, rows = tuple(x.shape[-1:]), tuple(x.shape[:-1])
+    if weight.dim() == 2:
+        if branch is not None or bias is not None:
+            raise ValueError(f"{op}: the two norms of a pair take neither a branch nor a bias")
+        width, rows = (2, *width), (2 * (x.shape[0] // 2), *x.shape[1:-1])
+    shapes = {"x": (x, (*rows, *x.shape[-1:])), "branch": (branch, x.shape), "weight": (weight, width)}
+    check_shapes(op, {**shapes, "bias": (bias, width)})
     return Call(
         x.device,
         call_dtype(x, branch, weight),
@@ -56,20 +61,3 @@ def add_norm(
 
     Raises ValueError for tensors that do not fit and for a backend that cannot run them.
     """
-
-
-def _check(x: Tensor, weight: Tensor, bias: Tensor | None, branch: Tensor | None) -> None:
-    if weight.ndim == 2 and (branch is not None or bias is not None or weight.shape[0] != 2 or x.shape[0] % 2):
-        raise ValueError(
-            f"add_norm: weight has shape {tuple(weight.shape)} and x {tuple(x.shape)}, but of the two norms of a pair, "
-            "[2, D], x must have twice the rows and neither a branch nor a bias"
-        )
-    if (
-        weight.ndim not in (1, 2)
-        or x.shape[-1:] != weight.shape[-1:]
-        or (branch is not None and branch.shape != x.shape)
-    ):
-        raise ValueError(
-            f"add_norm: x has shape {tuple(x.shape)}, its branch {None if branch is None else tuple(branch.shape)} and "
-            f"weight {tuple(weight.shape)}, but must have [..., D], the same, and [D]"
-        )

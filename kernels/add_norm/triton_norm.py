@@ -14,6 +14,7 @@ from torch import Tensor
 from longseq.kernels.custom_op import custom_op
 from longseq.kernels.devices import rows_of
 from longseq.kernels.triton_launch import PREPARED, Prepared, cdiv, launch_options, next_power_of_2
+from longseq.kernels.triton_tiles import load_rows
 
 # Measured on an H200. BLOCK: numbers of a program's block. WARP: numbers of the block for each warp. PROGRAMS: the
 # largest grid of the gradient. Each of its programs takes every `PROGRAMS`th block and sums the gradients of weight and
@@ -21,12 +22,6 @@ from longseq.kernels.triton_launch import PREPARED, Prepared, cdiv, launch_optio
 BLOCK = 2048
 WARP = 1024
 PROGRAMS = 1056
-
-
-@triton.jit
-def _load(x, row, stride, inside, BLOCK_D: tl.constexpr):
-    place = row[:, None] * stride + tl.arange(0, BLOCK_D)[None, :]
-    return tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -53,9 +48,9 @@ def normalise(
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     column = tl.arange(0, BLOCK_D)
     inside = (row < rows)[:, None] & (column < D)[None, :]
-    added = _load(x, row, x_row, inside, BLOCK_D)
+    added = load_rows(x, row, x_row, column, inside)
     if HAS_BRANCH:
-        added += _load(branch, row, branch_row, inside, BLOCK_D)
+        added += load_rows(branch, row, branch_row, column, inside)
         added = added.to(total.dtype.element_ty)
         _store(total, row, D, inside, added, BLOCK_D)
         added = added.to(tl.float32)
@@ -63,7 +58,7 @@ def normalise(
     unit *= tl.load(weight + column, mask=column < D, other=0.0).to(tl.float32)[None, :]
     if PAIRED:
         x += rows.to(tl.int64) * x_row
-        other, _ = _standardise(_load(x, row, x_row, inside, BLOCK_D), inside, eps, D, CENTRED)
+        other, _ = _standardise(load_rows(x, row, x_row, column, inside), inside, eps, D, CENTRED)
         unit += other * tl.load(weight + D + column, mask=column < D, other=0.0).to(tl.float32)[None, :]
     if HAS_BIAS:
         unit += tl.load(bias + column, mask=column < D, other=0.0).to(tl.float32)[None, :]
@@ -99,20 +94,20 @@ def differentiate_norm(
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
         row = (block * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
         inside = (row < rows)[:, None] & (column < D)[None, :]
-        unit, factor = _standardise(_load(total, row, total_row, inside, BLOCK_D), inside, eps, D, CENTRED)
-        d_unit = _load(dy, row, D, inside, BLOCK_D)
+        unit, factor = _standardise(load_rows(total, row, total_row, column, inside), inside, eps, D, CENTRED)
+        d_unit = load_rows(dy, row, D, column, inside)
         weighed += d_unit * unit
         if HAS_BIAS:
             added += d_unit
         gradient = _pull_back(d_unit * scale, unit, factor, D, CENTRED)
         if PAIRED:
             behind = row + rows
-            unit, factor = _standardise(_load(total, behind, total_row, inside, BLOCK_D), inside, eps, D, CENTRED)
+            unit, factor = _standardise(load_rows(total, behind, total_row, column, inside), inside, eps, D, CENTRED)
             added += d_unit * unit
             other = _pull_back(d_unit * other_scale, unit, factor, D, CENTRED)
             _store(dx, behind, D, inside, other, BLOCK_D)
         if HAS_TOTAL:
-            gradient += _load(d_total, row, D, inside, BLOCK_D)
+            gradient += load_rows(d_total, row, D, column, inside)
         _store(dx, row, D, inside, gradient, BLOCK_D)
         if HAS_BRANCH:
             _store(d_branch, row, D, inside, gradient, BLOCK_D)
@@ -182,17 +177,9 @@ def _allocate(x: Tensor, branch: Tensor | None, weight: Tensor, dtype: torch.dty
 
 @custom_op("add_norm_backward")
 def add_norm_backward(
-    total: Tensor,
-    weight: Tensor,
-    d_total: Tensor | None,
-    dy: Tensor,
-    eps: float,
-    centred: bool,
-    has_bias: bool,
-    dtype: torch.dtype,
-    branch_dtype: torch.dtype | None,
-    weighs: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+    total: Tensor, weight: Tensor, d_total: Tensor | None, dy: Tensor, eps: float, centred: bool, has_bias: bool,
+    dtype: torch.dtype, branch_dtype: torch.dtype | None, weighs: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of x in `dtype`, of a branch of another type (else empty), and of weight and bias.
 
     The last tensor is [2, D] for a weight with a bias or of two readings, else [1, D]; without `weighs`, it is empty.

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from longseq.kernels.convolved_features.features import convolved_features_reference, convolved_features_torch
 from longseq.kernels.dispatch import Call, is_exporting
-from longseq.kernels.head_features import TRITON_WIDTH, check_features
+from longseq.kernels.head_features import TRITON_WIDTH, check_features, count_values
 from longseq.kernels.operation import operation
 from longseq.kernels.packing import Packing
 from longseq.kernels.precision import call_dtype, is_mixed
@@ -33,10 +33,12 @@ def _judge(
         mask,
         reverse,
     )
-    values = sizes["C"] - 2 * num_heads * key_dim
-    if not is_exporting():
-        _check_channels(sizes["P"], sizes["C"], values, num_heads, key_dim)
-    sizes = {**sizes, "H": num_heads, "K": key_dim, "V": values // num_heads}
+    values = count_values(op, sizes["C"], num_heads, key_dim)
+    if not is_exporting() and sizes["P"] < sizes["C"] + num_heads:
+        raise ValueError(
+            f"{op}: x has {sizes['P']} channels, fewer than the {sizes['C']} of weight and a logit per head"
+        )
+    sizes = {**sizes, "H": num_heads, "K": key_dim, "V": values}
     dtype, mixed = call_dtype(x, initial_state), is_mixed(x, weight)
     # With a state or a mask other kernels run: those of the two separate operations.
     kind = "" if initial_state is None and mask is None else "composed"
@@ -82,16 +84,3 @@ def convolved_features(
 
     Raises ValueError for inputs that do not fit and for a backend that cannot run them.
     """
-
-
-def _check_channels(given: int, convolved: int, values: int, num_heads: int, key_dim: int) -> None:
-    if min(num_heads, key_dim) < 1 or values < num_heads or values % num_heads:
-        raise ValueError(
-            f"convolved_features: weight has {convolved} channels, which num_heads={num_heads} with key_dim={key_dim} "
-            "do not share out: give 2 H K and a multiple of H"
-        )
-    if given < convolved + num_heads:
-        raise ValueError(
-            f"convolved_features: x has {given} channels, but must have the {convolved} of weight and "
-            f"num_heads={num_heads} logits"
-        )

@@ -23,17 +23,9 @@ def convolved_features_reference(x: Tensor, weight: Tensor, **options: Any) -> t
 
 
 def _compose(
-    convolve: Callable[..., tuple[Tensor, Tensor | None]],
-    x: Tensor,
-    weight: Tensor,
-    *,
-    num_heads: int,
-    key_dim: int,
-    feature_map: str,
-    key_norm: str,
-    initial_state: Tensor | None,
-    **options: Any,
-) -> tuple[Tensor | None, ...]:
+    convolve: Callable[..., tuple[Tensor, Tensor | None]], x: Tensor, weight: Tensor, *, num_heads: int, key_dim: int,
+    feature_map: str, key_norm: str, initial_state: Tensor | None, **options: Any,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     channels = weight.shape[-2]
     mixed, logits = x[..., : channels + num_heads].to(compute_dtype(x, initial_state)).split([channels, num_heads], -1)
     y, final_state = convolve(mixed, weight, None, activation=None, initial_state=initial_state, **options)

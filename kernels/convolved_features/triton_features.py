@@ -12,13 +12,14 @@ torch adds the sums in a fixed order, so that the result is the same in every ru
 
 from functools import lru_cache
 from math import gcd
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from longseq.kernels.custom_op import custom_op
+from longseq.kernels.custom_op import Gradients, custom_op
 from longseq.kernels.devices import channels_adjacent
 from longseq.kernels.head_features.features import EPS
 from longseq.kernels.head_features.triton_features import (
@@ -419,7 +420,16 @@ def _find_constants(
     }  # fmt: skip
 
 
-@custom_op("convolved_features")
+def _allocate(
+    x: Tensor, weight: Tensor, cu_seqlens: Tensor | None, heads: int, key_dim: int, *_: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows = x.shape[0] * (2 if weight.dim() == 3 else 1)
+    keys = rows, x.shape[1], heads, key_dim
+    v = x.new_empty((*keys[:-1], weight.shape[-2] // heads - 2 * key_dim))
+    return x.new_empty(keys), x.new_empty(keys), v, x.new_empty(keys[:-1], dtype=torch.float32)
+
+
+@custom_op("convolved_features", _allocate)
 def convolved_features(
     x: Tensor, weight: Tensor, cu_seqlens: Tensor | None, num_heads: int, key_dim: int, feature_map: str, l1: bool,
     reverse: int,
@@ -430,7 +440,7 @@ def convolved_features(
     forward and reverse, with 2 B rows.
     """
     x, weight = channels_adjacent(x), weight.contiguous()
-    q, k, v, beta = _allocate(x, weight, num_heads, key_dim)
+    q, k, v, beta = _allocate(x, weight, cu_seqlens, num_heads, key_dim)
     batch, tokens, _ = x.shape
     launch, _ = _prepare(
         "forward", x.device, batch, tokens, x.stride()[:2], weight.shape[-1], num_heads, key_dim, v.shape[3],
@@ -440,28 +450,26 @@ def convolved_features(
     return q, k, v, beta
 
 
-@convolved_features.register_fake
-def _(x, weight, cu_seqlens, num_heads, key_dim, feature_map, l1, reverse):
-    return _allocate(x, weight, num_heads, key_dim)
+def _allocate_gradient(x: Tensor) -> Tensor:
+    batch, tokens, channels = x.shape
+    return x.new_empty((batch, tokens, cdiv(channels, ALIGNMENT) * ALIGNMENT))[..., :channels]
 
 
-def _allocate(x: Tensor, weight: Tensor, heads: int, key_dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rows = x.shape[0] * (2 if weight.dim() == 3 else 1)
-    keys = rows, x.shape[1], heads, key_dim
-    v = x.new_empty((*keys[:-1], weight.shape[-2] // heads - 2 * key_dim))
-    return x.new_empty(keys), x.new_empty(keys), v, x.new_empty(keys[:-1], dtype=torch.float32)
+def _allocate_gradients(x: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    wants_x, wants_weight = others[-1]
+    return _allocate_gradient(x) if wants_x else x.new_empty(0), weight.new_empty(weight.shape if wants_weight else 0)
 
 
-@custom_op("convolved_features_backward")
+@convolved_features.gradient("x weight", fake=_allocate_gradients)
 def convolved_features_backward(
     x: Tensor, weight: Tensor, cu_seqlens: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor, d_beta: Tensor,
-    feature_map: str, l1: bool, reverse: int, weighs: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The gradients of x and of the weight; the latter is empty without `weighs`."""
+    feature_map: str, l1: bool, reverse: int, wanted: list[bool],
+) -> Gradients:  # fmt: skip
+    """The gradients of x and of the weight."""
     x, weight = channels_adjacent(x), weight.contiguous()
     batch, tokens, channels = x.shape
     heads, key_dim = dq.shape[2:]
-    dx = _allocate_gradient(x)
+    dx, weighs = _allocate_gradient(x), wanted[1]
     launch, tiles = _prepare(
         "backward", x.device, batch, tokens, (*x.stride()[:2], dx.stride(1), channels), weight.shape[-1], heads,
         key_dim, dv.shape[3], WEIGHS=weighs, **_find_constants(weight, cu_seqlens, feature_map, l1, reverse),
@@ -470,50 +478,14 @@ def convolved_features_backward(
     sums = x.new_empty(rows if weighs else 0, dtype=torch.float32)
     gradients = (y.contiguous() for y in (dq, dk, dv, d_beta))
     launch(x, weight, _find_reach(x, cu_seqlens, reverse), *gradients, dx, sums)
-    return dx, torch.empty_like(weight).copy_(sums.sum(-3).mT) if weighs else x.new_empty((0,))
-
-
-@convolved_features_backward.register_fake
-def _(x, weight, cu_seqlens, dq, dk, dv, d_beta, feature_map, l1, reverse, weighs):
-    return _allocate_gradient(x), weight.new_empty(weight.shape if weighs else 0)
-
-
-def _allocate_gradient(x: Tensor) -> Tensor:
-    batch, tokens, channels = x.shape
-    return x.new_empty((batch, tokens, cdiv(channels, ALIGNMENT) * ALIGNMENT))[..., :channels]
-
-
-def _setup_context(ctx, inputs, output):
-    x, weight, cu_seqlens, _, _, ctx.feature_map, ctx.l1, ctx.reverse = inputs
-    ctx.save_for_backward(x, weight, cu_seqlens)
-
-
-def _differentiate(ctx, dq, dk, dv, d_beta):
-    x, weight, cu_seqlens = ctx.saved_tensors
-    weighs = ctx.needs_input_grad[1]
-    dx, dweight = convolved_features_backward(
-        x, weight, cu_seqlens, dq, dk, dv, d_beta, ctx.feature_map, ctx.l1, ctx.reverse, weighs
-    )
-    return dx, dweight if weighs else None, *(None,) * 6
-
-
-convolved_features.register_autograd(_differentiate, setup_context=_setup_context)
+    return dx, torch.empty_like(weight).copy_(sums.sum(-3).mT) if weighs else None
 
 
 def convolved_features_triton(
-    x: Tensor,
-    weight: Tensor,
-    *,
-    num_heads: int,
-    key_dim: int,
-    feature_map: str,
-    key_norm: str,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    cu_seqlens: Tensor | None,
-    mask: Tensor | None,
+    x: Tensor, weight: Tensor, *, num_heads: int, key_dim: int, feature_map: str, key_norm: str,
+    initial_state: Tensor | None, output_final_state: bool, cu_seqlens: Tensor | None, mask: Tensor | None,
     reverse: Reverse,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """`convolved_features` as one kernel, whose gradient is one kernel, too.
 
     For padded rows, for initial states, and for heads too wide for one program, the convolution is a kernel of its own.

@@ -38,11 +38,7 @@ def cumulative_softmax(
 
     Shapes: x, g [B, T, H, M]; states z [B, H, M].
 
-    Packing: `cu_seqlens` [N + 1] holds 0 and the end of each packed sequence; B is 1 and states are [N, H, M].
-
-    Direction: with `reverse` sequences are read from their last token to their first. The initial state is then the one
-    behind the last token, and the final state the one at the first token. With reverse="second_half" the second half of
-    the rows of the batch is read backward, and the first half forward.
+    Packing, direction, inf and NaN: see `longseq.kernels`.
 
     Precision: arithmetic and state are float32, or float64 for float64 inputs; g has x's dtype.
 

@@ -1,23 +1,22 @@
 """The cumulative softmax over all tokens at once."""
 
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from longseq.kernels.chunks import scan
 from longseq.kernels.cumulative_softmax.reference import NOTHING, empty_state
-from longseq.kernels.custom_op import refuse_transforms
 from longseq.kernels.dispatch import is_exporting
 from longseq.kernels.once_differentiable import once_differentiable
 from longseq.kernels.precision import without_autocast
-from longseq.kernels.reading import Reverse
 from longseq.kernels.recurrence import Sequences, run_padded, run_recurrence
 
 
-def cumulative_softmax_torch(
-    x: Tensor, *, initial_state: Tensor | None, output_final_state: bool, cu_seqlens: Tensor | None, reverse: Reverse
-) -> tuple[Tensor, Tensor | None]:
-    """`cumulative_softmax` by torch.logcumsumexp; saves its inputs for the backward."""
+def cumulative_softmax_torch(x: Tensor, **call: Any) -> tuple[Tensor, Tensor | None]:
+    """`cumulative_softmax` by torch.logcumsumexp; saves its inputs for the backward. `call` is for `run_recurrence`."""
 
     def core(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
         logits, real = sequences
@@ -28,21 +27,17 @@ def cumulative_softmax_torch(
             return _forward(logits, state)
         if is_exporting():
             return _exported(logits, state)
-        refuse_transforms()
         return _CumulativeSoftmax.apply(logits, state)
 
     # Packed segments are padded with zeros, which are valid logits: the second sequence marks the real tokens.
-    real = None if cu_seqlens is None else torch.ones_like(x[:, :, :1, :1])
+    real = None if call["cu_seqlens"] is None else torch.ones_like(x[:, :, :1, :1])
     return run_recurrence(
         core,
         (x, real),
-        initial_state,
-        lambda rows, dtype: empty_state(x, rows, dtype),
+        state_shape=partial(empty_state, x),
         output_dtype=x.dtype,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
         unpack=run_padded,
-        reverse=reverse,
+        **call,
     )
 
 

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longseq.kernels.custom_op import custom_op
+from longseq.kernels.custom_op import custom_op, results_like
 from longseq.kernels.triton_launch import cdiv, find_launch, launch_options
 
 BLOCK = 256
@@ -33,8 +33,8 @@ def _step(x, state, output, after, count, BLOCK: tl.constexpr):
     tl.store(after + i, tl.where(lead < 0.0, logit, before) + rest, mask=i < count)
 
 
-@custom_op("cumulative_softmax_step")
-def cumulative_softmax_step(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+@custom_op("cumulative_softmax_step", results_like(0, 1))
+def cumulative_softmax_step_triton(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """Returns g [B, H, M] in x's dtype and the next state [B, H, M] in float32."""
     x, state = x.contiguous(), state.contiguous()
     output, after = torch.empty_like(x), torch.empty_like(state)
@@ -43,13 +43,3 @@ def cumulative_softmax_step(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         BLOCK=BLOCK, **launch_options(WARPS),
     )(x, state, output, after)  # fmt: skip
     return output, after
-
-
-@cumulative_softmax_step.register_fake
-def _(x, state):
-    return x.new_empty(x.shape), state.new_empty(state.shape)
-
-
-def cumulative_softmax_step_triton(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """`cumulative_softmax_step` in one Triton kernel."""
-    return cumulative_softmax_step(x, state)

@@ -40,7 +40,6 @@ from longseq.kernels.chunks import (
     times,
     unit_lower_inverse,
 )
-from longseq.kernels.custom_op import refuse_transforms
 from longseq.kernels.dispatch import is_exporting
 from longseq.kernels.once_differentiable import once_differentiable
 from longseq.kernels.precision import without_autocast
@@ -69,7 +68,6 @@ def delta_rule_chunk(
             return _scripted(*sequences, *options)
         if is_exporting():
             return _exported(Inputs(*sequences), *options)
-        refuse_transforms()
         return _DeltaRule.apply(*sequences, *options)
 
     return run_recurrence(

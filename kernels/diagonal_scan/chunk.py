@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longseq.kernels.chunks import balanced_chunk_size, scan
-from longseq.kernels.custom_op import refuse_transforms
 from longseq.kernels.diagonal_scan.reference import finite_rates, scan_each_way
 from longseq.kernels.dispatch import is_exporting
 from longseq.kernels.once_differentiable import once_differentiable
@@ -48,7 +47,6 @@ def _scan(
 
     def core(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
         if not is_exporting():
-            refuse_transforms()
             return _DiagonalScan.apply(*sequences, A, state, chunk_size)
         x, step, key, query = (sequence.to(state.dtype) for sequence in sequences)
         loop, rates = _scripted if torch.jit.is_tracing() else _exported, None

@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from longseq.kernels.checks import check_shapes
 from longseq.kernels.dispatch import Call, is_exporting
 from longseq.kernels.head_features.features import FEATURE_MAPS, KEY_NORMS, has_two_readings, head_features_torch
 from longseq.kernels.operation import operation
@@ -20,21 +21,26 @@ def check_features(feature_map: str, key_norm: str) -> None:
         raise ValueError(f"key_norm {key_norm!r} is not one of {', '.join(KEY_NORMS)}")
 
 
+def count_values(op: str, channels: int, num_heads: int, key_dim: int) -> int:
+    """The channels of a head's values, where the heads' queries, keys and values are `channels` together."""
+    values = channels - 2 * num_heads * key_dim
+    if not is_exporting() and (min(num_heads, key_dim) < 1 or values < num_heads or values % num_heads):
+        raise ValueError(
+            f"{op}: {channels} channels cannot be shared out among num_heads={num_heads} with key_dim={key_dim}: there "
+            "must be 2 H K and a multiple of H"
+        )
+    return values // num_heads
+
+
 def _judge(
     op: str, x: Tensor, logits: Tensor | None, num_heads: int, key_dim: int, feature_map: str, key_norm: str
 ) -> Call:
     check_features(feature_map, key_norm)
-    channels = x.shape[-1]
-    values = channels - 2 * num_heads * key_dim
-    if not is_exporting():
-        if min(num_heads, key_dim) < 1 or values < num_heads or values % num_heads:
-            raise ValueError(
-                f"head_features: x has {channels} channels, which num_heads={num_heads} with key_dim={key_dim} do not "
-                "share out: give 2 H K and a multiple of H"
-            )
-        if logits is not None:
-            _check_logits(x, logits, num_heads)
-    sizes = {"H": num_heads, "K": key_dim, "V": values // num_heads}
+    sizes = {"H": num_heads, "K": key_dim, "V": count_values(op, x.shape[-1], num_heads, key_dim)}
+    if logits is not None:
+        rows = 2 * logits.shape[0] if has_two_readings(x, logits) else x.shape[0]
+        logits_shape = (*logits.shape[:-1], num_heads)
+        check_shapes(op, {"logits": (logits, logits_shape), "x": (x, (rows, *logits.shape[1:-1], x.shape[-1]))})
     kind = "" if logits is None else "logits"
     dtype, mixed = call_dtype(x, logits), is_mixed(x, logits)
     return Call(x.device, dtype, exporting=is_exporting(), sizes=sizes, mixed=mixed, kind=kind)
@@ -65,13 +71,3 @@ def head_features(
 
     Raises ValueError for tensors that do not fit and for a backend that cannot run.
     """
-
-
-def _check_logits(x: Tensor, logits: Tensor, num_heads: int) -> None:
-    alike = logits.dim() == x.dim()
-    rows = 2 * logits.shape[0] if alike and has_two_readings(x, logits) else x.shape[0]
-    if not alike or (rows, *logits.shape[1:]) != (*x.shape[:-1], num_heads):
-        raise ValueError(
-            f"head_features: x has shape {tuple(x.shape)} and logits {tuple(logits.shape)}, which must have the rows "
-            f"of x, or half of its batch, and H = {num_heads}"
-        )

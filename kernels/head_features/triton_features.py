@@ -1,13 +1,14 @@
 """Features of queries, keys and values, and write strengths, in one kernel, and their gradients in another."""
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from longseq.kernels.custom_op import custom_op
+from longseq.kernels.custom_op import Gradients, custom_op
 from longseq.kernels.devices import rows_of
 from longseq.kernels.head_features.features import EPS, FEATURE_MAPS
 from longseq.kernels.triton_launch import PREPARED, Prepared, cdiv, launch_options, next_power_of_2
@@ -205,7 +206,16 @@ def _launch(
     launch(rows, logits, *tensors)
 
 
-@custom_op("head_features")
+def _allocate(
+    x: Tensor, logits: Tensor | None, heads: int, key_dim: int, *_: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    keys = (*x.shape[:-1], heads, key_dim)
+    values = (*keys[:-1], x.shape[-1] // heads - 2 * key_dim)
+    beta = x.new_empty((0,) if logits is None else keys[:-1], dtype=torch.float32)
+    return x.new_empty(keys), x.new_empty(keys), x.new_empty(values), beta
+
+
+@custom_op("head_features", _allocate)
 def head_features(
     x: Tensor, logits: Tensor | None, num_heads: int, key_dim: int, feature_map: str, l1: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -215,58 +225,20 @@ def head_features(
     return q, k, v, beta
 
 
-@head_features.register_fake
-def _(x, logits, num_heads, key_dim, feature_map, l1):
-    return _allocate(x, logits, num_heads, key_dim)
-
-
-def _allocate(x: Tensor, logits: Tensor | None, heads: int, key_dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    keys = (*x.shape[:-1], heads, key_dim)
-    values = (*keys[:-1], x.shape[-1] // heads - 2 * key_dim)
-    beta = x.new_empty((0,) if logits is None else keys[:-1], dtype=torch.float32)
-    return x.new_empty(keys), x.new_empty(keys), x.new_empty(values), beta
-
-
-@custom_op("head_features_backward")
+@head_features.gradient("x logits")
 def head_features_backward(
-    x: Tensor, logits: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor, d_beta: Tensor, feature_map: str, l1: bool,
-    wants_x: bool, wants_logits: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The gradients of x and of the logits, empty if not wanted; that of the logits also without logits."""
-    logits = logits if wants_logits else None
-    dx, d_logits = _allocate_gradients(x, logits, wants_x)
-    heads, key_dim = dq.shape[-2:]
+    x: Tensor, logits: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor, d_beta: Tensor, num_heads: int, key_dim: int,
+    feature_map: str, l1: bool, wanted: list[bool],
+) -> Gradients:  # fmt: skip
+    """The gradients of x and of the logits."""
+    logits = logits if wanted[1] else None
+    dx = x.new_empty(x.shape) if wanted[0] else None
+    d_logits = None if logits is None else logits.new_empty(logits.shape)
     _launch(
-        True, x, logits, heads, key_dim, feature_map, l1,
-        dq.contiguous(), dk.contiguous(), dv.contiguous(), d_beta.contiguous(), dx if wants_x else None, d_logits,
+        True, x, logits, num_heads, key_dim, feature_map, l1,
+        dq.contiguous(), dk.contiguous(), dv.contiguous(), d_beta.contiguous(), dx, d_logits,
     )  # fmt: skip
     return dx, d_logits
-
-
-@head_features_backward.register_fake
-def _(x, logits, dq, dk, dv, d_beta, feature_map, l1, wants_x, wants_logits):
-    return _allocate_gradients(x, logits if wants_logits else None, wants_x)
-
-
-def _allocate_gradients(x: Tensor, logits: Tensor | None, wants_x: bool) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape if wants_x else (0,)), x.new_empty((0,)) if logits is None else logits.new_empty(
-        logits.shape
-    )
-
-
-def _setup_context(ctx, inputs, output):
-    x, logits, _, _, ctx.feature_map, ctx.l1 = inputs
-    ctx.save_for_backward(x, logits)
-
-
-def _differentiate(ctx, dq, dk, dv, d_beta):
-    x, logits = ctx.saved_tensors
-    needs_x, needs_logits = ctx.needs_input_grad[:2]
-    dx, d_logits = head_features_backward(x, logits, dq, dk, dv, d_beta, ctx.feature_map, ctx.l1, needs_x, needs_logits)
-    return dx if needs_x else None, d_logits if needs_logits else None, None, None, None, None
-
-
-head_features.register_autograd(_differentiate, setup_context=_setup_context)
 
 
 def head_features_triton(

@@ -36,7 +36,6 @@ from longseq.kernels.chunks import (
     split_chunks,
     times,
 )
-from longseq.kernels.custom_op import refuse_transforms
 from longseq.kernels.dispatch import is_exporting
 from longseq.kernels.linear_attention.reference import repeat_keys
 from longseq.kernels.once_differentiable import once_differentiable
@@ -88,7 +87,6 @@ def linear_attention_core(inputs: Inputs, state: Tensor, scale: float, chunk_siz
         return _scripted(*arguments)
     if is_exporting():
         return _exported(inputs, state, scale, chunk_size)
-    refuse_transforms()
     return _LinearAttention.apply(*arguments)
 
 

@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from longseq.kernels.checks import check_shapes
 from longseq.kernels.dispatch import Call, is_exporting
 from longseq.kernels.log_decay.decay import log_decay_torch
 from longseq.kernels.operation import operation
@@ -11,8 +12,19 @@ __all__ = ["log_decay"]
 
 
 def _judge(op: str, z: Tensor, A_log: Tensor, dt_bias: Tensor, bound: float | None) -> Call:
-    if not is_exporting():
-        _check(z, A_log, dt_bias)
+    width = dt_bias.shape[A_log.dim() - 1 :]  # H, or H and K
+    parts, rows = tuple(A_log.shape[:-1]), tuple(z.shape[: z.dim() - len(width)])
+    if len(parts):
+        parts, rows = (2,), (2 * (rows[0] // 2), *rows[1:])
+    heads = A_log.shape[-1:]
+    check_shapes(
+        op,
+        {
+            "A_log": (A_log, (*parts, *heads)),
+            "dt_bias": (dt_bias, (*parts, *heads, *width[1:2])),
+            "z": (z, (*rows, *width)),
+        },
+    )
     sizes = {"H": A_log.shape[-1], "K": dt_bias.shape[-1] if dt_bias.dim() > A_log.dim() else 1}
     dtype, mixed = call_dtype(z, A_log, dt_bias), is_mixed(z, A_log, dt_bias)
     kind = "" if bound is None else "bound"
@@ -35,13 +47,3 @@ def log_decay(
 
     Source: Mamba-2 (Dao and Gu, 2024) for heads; Kimi Linear (Kimi Team, 2025) for channels; the bound is Kimi K3's.
     """
-
-
-def _check(z: Tensor, A_log: Tensor, dt_bias: Tensor) -> None:
-    width = dt_bias.shape[A_log.dim() - 1 :]  # H, or H and K
-    fits = dt_bias.shape[: A_log.dim()] == A_log.shape and len(width) <= 2 and z.shape[-len(width) :] == width
-    if not fits or (A_log.dim() != 1 and (A_log.dim(), A_log.shape[0], z.shape[0] % 2) != (2, 2, 0)):
-        raise ValueError(
-            f"log_decay: z has shape {tuple(z.shape)}, A_log {tuple(A_log.shape)} and dt_bias {tuple(dt_bias.shape)}, "
-            "but they must be [..., H], [H] and [H], or [..., H, K], [H] and [H, K]"
-        )

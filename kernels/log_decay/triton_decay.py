@@ -11,9 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longseq.kernels.custom_op import custom_op
+from longseq.kernels.custom_op import Gradients, custom_op
 from longseq.kernels.devices import rows_of
 from longseq.kernels.triton_launch import cdiv, find_launch, launch_options, next_power_of_2
+from longseq.kernels.triton_tiles import load_rows
 
 # BLOCK: numbers of a program's block. COLUMNS: the most columns of the block. PROGRAMS: the largest number of programs
 # if the gradients of parameters are needed. Each of them takes every n-th block of rows and sums those gradients.
@@ -21,11 +22,6 @@ BLOCK = 1024
 COLUMNS = 128
 PROGRAMS = 4096
 WARPS = 4
-
-
-@triton.jit
-def _load(x, row, stride, column, inside):
-    return tl.load(x + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -63,7 +59,7 @@ def decay(
     row = (block * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
     inside = (row < rows)[:, None] & (column < D)[None, :]
     row += part * rows
-    x = _load(z, row, z_row, column, inside) + bias
+    x = load_rows(z, row, z_row, column, inside) + bias
     value = bound * tl.sigmoid(slope * x) if BOUNDED else -slope * _softplus(x)[0]
     tl.store(g + row[:, None] * D + column[None, :], value, mask=inside)
 
@@ -85,8 +81,8 @@ def differentiate_decay(
         row = (block * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
         inside = (row < rows)[:, None] & (column < D)[None, :]
         row += part * rows
-        x = _load(z, row, z_row, column, inside) + bias
-        gradient = _load(dg, row, dg_row, column, inside)
+        x = load_rows(z, row, z_row, column, inside) + bias
+        gradient = load_rows(dg, row, dg_row, column, inside)
         if BOUNDED:
             share = tl.sigmoid(slope * x)
             gradient *= bound * share * (1.0 - share) * slope
@@ -113,66 +109,40 @@ def _plan(z: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[int, int, int, int
     return parts, rows, columns, columns // A_log.shape[-1], blocks, over_d, options
 
 
-@custom_op("log_decay")
-def log_decay(z: Tensor, A_log: Tensor, dt_bias: Tensor, bound: float | None) -> Tensor:
+def _allocate(z: Tensor, *_: Any) -> Tensor:
+    return z.new_empty(z.shape, dtype=torch.float32)
+
+
+@custom_op("log_decay", _allocate)
+def log_decay_triton(z: Tensor, A_log: Tensor, dt_bias: Tensor, bound: float | None) -> Tensor:
     """The log decays, of the shape of z."""
-    g = z.new_empty(z.shape, dtype=torch.float32)
+    g = _allocate(z)
     parts, rows, columns, channels, blocks, over_d, options = _plan(z, A_log, dt_bias)
     inputs, z_row = rows_of(z.flatten(A_log.dim() - dt_bias.dim() - 1))
     find_launch(
-        decay, z.device, parts * blocks * over_d, (rows, blocks, columns, channels, z_row, bound or 0.0),
+        decay, z.device, parts * blocks * over_d, (rows, blocks, columns, channels, z_row, float(bound or 0.0)),
         BOUNDED=bound is not None, **options,
     )(inputs, A_log.contiguous(), dt_bias.contiguous(), g)  # fmt: skip
     return g
 
 
-@log_decay.register_fake
-def _(z, A_log, dt_bias, bound):
-    return z.new_empty(z.shape, dtype=torch.float32)
-
-
-@custom_op("log_decay_backward")
+@log_decay_triton.gradient("z A_log dt_bias")
 def log_decay_backward(
-    z: Tensor, A_log: Tensor, dt_bias: Tensor, dg: Tensor, bound: float | None, weighs: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of z, A_log and dt_bias; those of the parameters are empty without `weighs`."""
-    dz = z.new_empty(z.shape)
+    z: Tensor, A_log: Tensor, dt_bias: Tensor, dg: Tensor, bound: float | None, wanted: list[bool]
+) -> Gradients:
+    """The gradients of z, A_log and dt_bias."""
+    dz, weighs = z.new_empty(z.shape), wanted[1] or wanted[2]
     parts, rows, columns, channels, blocks, over_d, options = _plan(z, A_log, dt_bias)
     (inputs, z_row), (gradients, dg_row) = (rows_of(x.flatten(A_log.dim() - dt_bias.dim() - 1)) for x in (z, dg))
     programs = min(blocks, max(1, PROGRAMS // (parts * over_d))) if weighs else blocks
     sums = z.new_empty((2, parts, programs, columns) if weighs else 0, dtype=torch.float32)
     find_launch(
         differentiate_decay, z.device, parts * programs * over_d,
-        (rows, blocks, programs, columns, channels, z_row, dg_row, bound or 0.0),
+        (rows, blocks, programs, columns, channels, z_row, dg_row, float(bound or 0.0)),
         BOUNDED=bound is not None, WEIGHS=weighs, **options,
     )(inputs, A_log.contiguous(), dt_bias.contiguous(), gradients, dz, sums)  # fmt: skip
     if not weighs:
-        return dz, z.new_empty(0), z.new_empty(0)
+        return dz, None, None
     d_bias, d_log = sums.sum(2)
     d_log = d_log.view(*A_log.shape, channels).sum(-1)
     return dz, d_log.to(A_log.dtype), d_bias.view_as(dt_bias).to(dt_bias.dtype)
-
-
-@log_decay_backward.register_fake
-def _(z, A_log, dt_bias, dg, bound, weighs):
-    parameters = [x.new_empty(x.shape) if weighs else z.new_empty(0) for x in (A_log, dt_bias)]
-    return z.new_empty(z.shape), *parameters
-
-
-def _setup_context(ctx, inputs, output):
-    *tensors, ctx.bound = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _differentiate(ctx, dg):
-    weighs = any(ctx.needs_input_grad[1:3])
-    dz, d_log, d_bias = log_decay_backward(*ctx.saved_tensors, dg, ctx.bound, weighs)
-    return dz, d_log if weighs else None, d_bias if weighs else None, None
-
-
-log_decay.register_autograd(_differentiate, setup_context=_setup_context)
-
-
-def log_decay_triton(z: Tensor, A_log: Tensor, dt_bias: Tensor, *, bound: float | None) -> Tensor:
-    """`log_decay` as one kernel, whose gradients are one kernel, too."""
-    return log_decay(z, A_log, dt_bias, None if bound is None else float(bound))

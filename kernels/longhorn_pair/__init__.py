@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from longseq.kernels.checks import check_shapes
 from longseq.kernels.diagonal_scan import TRITON_ENTRIES
 from longseq.kernels.dispatch import Call, is_exporting
 from longseq.kernels.longhorn_pair.pair import longhorn_pair_torch
@@ -19,18 +20,18 @@ def _judge(
 ) -> Call:  # fmt: skip
     inner, ranks = rate.shape[1:]
     entries = (selection.shape[1] - ranks) // 2
-    if not is_exporting():
-        for name, x, shape in (
-            ("projected", projected, (*projected.shape[:2], 2 * inner)),
-            ("taps", taps, (2, inner, *taps.shape[2:])),
-            ("offset", offset, (2, inner)),
-            ("selection", selection, (2, ranks + 2 * max(entries, 1), inner)),
-            ("rate", rate, (2, inner, ranks)),
-            ("rate_offset", rate_offset, (2, inner)),
-            ("skip", skip, (2, inner)),
-        ):
-            if x.shape != shape:
-                raise ValueError(f"longhorn_pair: {name} has shape {tuple(x.shape)}, but must have {shape}")
+    check_shapes(
+        op,
+        {
+            "projected": (projected, (*projected.shape[:2], 2 * inner)),
+            "taps": (taps, (2, inner, *taps.shape[2:])),
+            "offset": (offset, (2, inner)),
+            "selection": (selection, (2, ranks + 2 * max(entries, 1), inner)),
+            "rate": (rate, (2, inner, ranks)),
+            "rate_offset": (rate_offset, (2, inner)),
+            "skip": (skip, (2, inner)),
+        },
+    )
     parameters = (taps, offset, selection, rate, rate_offset, skip)
     # R counts the bias's column, too: it is the width of the tile, which the self-test rounds up as the kernels do.
     sizes = {"N": entries, "R": ranks + 1, "W": taps.shape[-1]}

@@ -8,13 +8,13 @@ The gradients of the convolution's input and of the gate are written to the two 
 import torch
 from torch import Tensor
 
-from longseq.kernels.custom_op import custom_op
+from longseq.kernels.custom_op import Gradients, custom_op
 from longseq.kernels.diagonal_scan.triton_scan import allocate, diagonal_scan, differentiate_scan
 from longseq.kernels.longhorn_pair.triton_rates import add_ranks, differentiate_rates, find_rates
 from longseq.kernels.precision import without_autocast
 from longseq.kernels.reading import number_of
 from longseq.kernels.short_convolution.triton_convolution import causal_convolution, differentiate_convolution
-from longseq.kernels.silu_product.triton_product import differentiate, silu_product
+from longseq.kernels.silu_product.triton_product import differentiate, silu_product_triton
 from longseq.kernels.triton_launch import ROW, Launch, block_width, cdiv, find_launch, launch_options, next_power_of_2
 
 BOTH_WAYS = number_of("second_half")
@@ -29,36 +29,10 @@ PROGRAMS = 264  # the approximate grid of the gradient of rates
 ADDED = 32  # rows of a program that sums the gradients of r
 
 
-@custom_op("longhorn_pair")
-def longhorn_pair(
-    projected: Tensor,
-    taps: Tensor,
-    offset: Tensor,
-    selection: Tensor,
-    rate: Tensor,
-    rate_offset: Tensor,
-    skip: Tensor,
+def _allocate(
+    projected: Tensor, taps: Tensor, offset: Tensor, selection: Tensor, rate: Tensor, rate_offset: Tensor, skip: Tensor,
     save: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """y [B, T, I], and the tensors that the gradient needs.
-
-    These are: the convolved tokens x [2 B, T, I], one reading in each half of the batch; the weight [2, S, I] that
-    selects from them, padded to a width S that is a multiple of 16; the selected numbers [2 B, T, S], which are r, k, q
-    and zeros; the rates; the result of the scan; its checkpoints, empty without `save`.
-    """
-    values, gate = projected.chunk(2, dim=-1)
-    x = causal_convolution(values, taps, offset, None, None, True, BOTH_WAYS)
-    wide = _widen(selection, projected.dtype)
-    selected = torch.bmm(x.view(2, -1, x.shape[-1]), wide.mT).view(*x.shape[:2], wide.shape[1])
-    key, query = _keys_and_queries(selected, selection, rate)
-    rates = _find_rates(selected, rate, rate_offset)
-    scanned, _, checkpoints = diagonal_scan(x, rates, key, query, None, None, None, BOTH_WAYS, save)
-    y = silu_product(scanned, gate, x, skip)
-    return y, x, wide, selected, rates, scanned, checkpoints
-
-
-@longhorn_pair.register_fake
-def _(projected, taps, offset, selection, rate, rate_offset, skip, save):
+) -> tuple[Tensor, ...]:  # fmt: skip
     batch, tokens, channels = projected.shape
     width = _aligned(selection.shape[1])
     readings = (2 * batch, tokens)
@@ -73,6 +47,28 @@ def _(projected, taps, offset, selection, rate, rate_offset, skip, save):
         scanned,
         allocate(x, key, None, save)[2],
     )
+
+
+@custom_op("longhorn_pair", _allocate)
+def longhorn_pair(
+    projected: Tensor, taps: Tensor, offset: Tensor, selection: Tensor, rate: Tensor, rate_offset: Tensor, skip: Tensor,
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """y [B, T, I], and the tensors that the gradient needs.
+
+    These are: the convolved tokens x [2 B, T, I], one reading in each half of the batch; the weight [2, S, I] that
+    selects from them, padded to a width S that is a multiple of 16; the selected numbers [2 B, T, S], which are r, k, q
+    and zeros; the rates; the result of the scan; its checkpoints, empty without `save`.
+    """
+    values, gate = projected.chunk(2, dim=-1)
+    x = causal_convolution(values, taps, offset, None, None, True, BOTH_WAYS)
+    wide = _widen(selection, projected.dtype)
+    selected = torch.bmm(x.view(2, -1, x.shape[-1]), wide.mT).view(*x.shape[:2], wide.shape[1])
+    key, query = _keys_and_queries(selected, selection, rate)
+    rates = _find_rates(selected, rate, rate_offset)
+    scanned, _, checkpoints = diagonal_scan(x, rates, key, query, None, None, None, BOTH_WAYS, save)
+    y = silu_product_triton(scanned, gate, x, skip)
+    return y, x, wide, selected, rates, scanned, checkpoints
 
 
 def _aligned(width: int) -> int:
@@ -146,35 +142,21 @@ def _differentiate_rates(
     return d_weights.to(rate.dtype), d_biases
 
 
-@custom_op("longhorn_pair_backward")
+@longhorn_pair.gradient("projected taps offset selection rate rate_offset skip", outputs=6)
 def longhorn_pair_backward(
-    projected: Tensor,
-    taps: Tensor,
-    offset: Tensor,
-    selection: Tensor,
-    rate: Tensor,
-    rate_offset: Tensor,
-    skip: Tensor,
-    x: Tensor,
-    wide: Tensor,
-    selected: Tensor,
-    rates: Tensor,
-    scanned: Tensor,
-    checkpoints: Tensor,
-    dy: Tensor,
+    projected: Tensor, taps: Tensor, offset: Tensor, selection: Tensor, rate: Tensor, rate_offset: Tensor, skip: Tensor,
+    x: Tensor, wide: Tensor, selected: Tensor, rates: Tensor, scanned: Tensor, checkpoints: Tensor, dy: Tensor,
     wanted: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of `projected` and of the six parameters, empty for parameters whose gradients are not computed.
-
-    `wanted` has the order of the result.
-    """
-    _, convolves, _, selects, weighs, _, skips = _find_computed(wanted)
+) -> Gradients:  # fmt: skip
+    """The gradients of `projected` and of the six parameters."""
+    # Two gradients that one kernel finds are computed together.
+    convolves, weighs = wanted[1] or wanted[2], wanted[4] or wanted[5]
     values, gate = projected.chunk(2, dim=-1)
     chosen = selection.shape[1]
     d_projected = torch.empty_like(projected, memory_format=torch.contiguous_format)
     d_values, d_gate = d_projected.chunk(2, dim=-1)
     d_scanned = dy.new_empty(dy.shape)
-    d_skip = differentiate(scanned, gate, x, skip, dy, d_scanned, d_gate, None, skips)
+    d_skip = differentiate(scanned, gate, x, skip, dy, d_scanned, d_gate, None, wanted[6])
     d_selected = torch.empty_like(selected)
     key, query = _keys_and_queries(selected, selection, rate)
     d_key, d_query = _keys_and_queries(d_selected, selection, rate)
@@ -185,8 +167,8 @@ def longhorn_pair_backward(
     d_rate, d_rate_offset = _differentiate_rates(selected, rate, rates, d_rates, d_selected, chosen, weighs)
     rows, d_rows = x.view(2, -1, x.shape[-1]), d_selected.view(2, -1, selected.shape[-1])
     with without_autocast(projected):
-        d_selection = selection.new_empty((0,))
-        if selects:
+        d_selection = None
+        if wanted[3]:
             d_selection = torch.bmm(d_rows.mT, rows)[:, :chosen].to(selection.dtype).contiguous()
         dx.view(rows.shape).baddbmm_(d_rows, wide)
     d_taps, d_offset, _ = differentiate_convolution(
@@ -195,36 +177,6 @@ def longhorn_pair_backward(
     )  # fmt: skip
     d_rate_offset = d_rate_offset.to(rate_offset.dtype)
     return d_projected, d_taps, d_offset, d_selection, d_rate, d_rate_offset, d_skip
-
-
-@longhorn_pair_backward.register_fake
-def _(
-    projected, taps, offset, selection, rate, rate_offset, skip, x, wide, selected, rates, scanned, checkpoints, dy,
-    wanted,
-):  # fmt: skip
-    tensors = (projected, taps, offset, selection, rate, rate_offset, skip)
-    computed = zip(tensors, _find_computed(wanted), strict=True)
-    return tuple(tensor.new_empty(tensor.shape if is_computed else (0,)) for tensor, is_computed in computed)
-
-
-def _find_computed(wanted: list[bool]) -> list[bool]:
-    """Which gradients are computed: two that one kernel finds are computed together, and that of `projected` always."""
-    _, taps, offset, selection, rate, rate_offset, skip = wanted
-    return [True, *[taps or offset] * 2, selection, *[rate or rate_offset] * 2, skip]
-
-
-def _setup_context(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:-1], *output[1:])
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx, dy, *_):
-    needed = ctx.needs_input_grad[:7]
-    gradients = longhorn_pair_backward(*ctx.saved_tensors, dy, list(needed))
-    return *(gradient if need else None for gradient, need in zip(gradients, needed, strict=True)), None
-
-
-longhorn_pair.register_autograd(_differentiate, setup_context=_setup_context)
 
 
 def longhorn_pair_triton(

@@ -28,6 +28,8 @@ from longseq.kernels.triton_launch import cdiv, find_launch, launch_options, nex
 BLOCK = 2048
 WARP = 512
 
+NORMS = {None: 0, "l1": 1, "l2": 2}
+
 
 @triton.jit(do_not_specialize=["rows", "scale"])
 def apply_map(
@@ -62,7 +64,7 @@ def differentiate_mapped(
     store_rows(dx, row, H * K, head * K, there, gradient, K, BLOCK_K)
 
 
-def _launch(kernel, x: Tensor, tensors: list[Tensor], feature_map: str, norm: int, scale: float) -> None:
+def _launch(kernel, x: Tensor, tensors: list[Tensor], feature_map: str, norm: str | None, scale: float) -> None:
     rows = channels_adjacent(x).reshape(-1, *x.shape[-2:])
     count, heads, width = rows.shape
     columns = next_power_of_2(width)
@@ -70,52 +72,29 @@ def _launch(kernel, x: Tensor, tensors: list[Tensor], feature_map: str, norm: in
     if not rows.numel():
         return
     find_launch(
-        kernel, x.device, cdiv(count, block) * heads, (count, rows.stride(0), rows.stride(1), scale),
-        H=heads, K=width, EPS=EPS, KIND=KINDS[feature_map], NORM=norm, BLOCK_R=block, BLOCK_K=columns,
+        kernel, x.device, cdiv(count, block) * heads, (count, rows.stride(0), rows.stride(1), float(scale)),
+        H=heads, K=width, EPS=EPS, KIND=KINDS[feature_map], NORM=NORMS[norm], BLOCK_R=block, BLOCK_K=columns,
         **launch_options(min(max(block * columns // WARP, 1), 8)),
     )(rows, *tensors)  # fmt: skip
 
 
-@custom_op("map_features")
-def map_features(x: Tensor, feature_map: str, norm: int, scale: float, dtype: torch.dtype) -> Tensor:
-    """The features [..., H, K] in `dtype`; `norm` is 0 (no norm), 1 or 2."""
-    y = x.new_empty(x.shape, dtype=dtype)
+def _allocate(x: Tensor, feature_map: str, norm: str | None, scale: float, dtype: torch.dtype | None) -> Tensor:
+    return x.new_empty(x.shape, dtype=dtype or x.dtype)
+
+
+@custom_op("map_features", _allocate)
+def map_features_triton(
+    x: Tensor, feature_map: str, norm: str | None, scale: float, dtype: torch.dtype | None
+) -> Tensor:
+    """The features [..., H, K], by default in x's type."""
+    y = _allocate(x, feature_map, norm, scale, dtype)
     _launch(apply_map, x, [y], feature_map, norm, scale)
     return y
 
 
-@map_features.register_fake
-def _(x, feature_map, norm, scale, dtype):
-    return x.new_empty(x.shape, dtype=dtype)
-
-
-@custom_op("map_features_backward")
-def map_features_backward(x: Tensor, dy: Tensor, feature_map: str, norm: int, scale: float) -> Tensor:
+@map_features_triton.gradient("x")
+def map_features_backward(x: Tensor, dy: Tensor, feature_map: str, norm: str | None, scale: float) -> Tensor:
     """The gradient of x."""
     dx = x.new_empty(x.shape)
     _launch(differentiate_mapped, x, [dy.contiguous(), dx], feature_map, norm, scale)
     return dx
-
-
-@map_features_backward.register_fake
-def _(x, dy, feature_map, norm, scale):
-    return x.new_empty(x.shape)
-
-
-def _setup_context(ctx, inputs, output):
-    x, *ctx.options, _ = inputs
-    ctx.save_for_backward(x)
-
-
-def _differentiate(ctx, dy):
-    return map_features_backward(*ctx.saved_tensors, dy, *ctx.options), None, None, None, None
-
-
-map_features.register_autograd(_differentiate, setup_context=_setup_context)
-
-
-def map_features_triton(
-    x: Tensor, *, feature_map: str, norm: str | None, scale: float, dtype: torch.dtype | None
-) -> Tensor:
-    """`map_features` as one kernel, whose gradient is one kernel, too."""
-    return map_features(x, feature_map, {None: 0, "l1": 1, "l2": 2}[norm], float(scale), dtype or x.dtype)

@@ -35,7 +35,6 @@ from longseq.kernels.chunks import (
     scan,
     split_chunks,
 )
-from longseq.kernels.custom_op import refuse_transforms
 from longseq.kernels.dispatch import is_exporting
 from longseq.kernels.once_differentiable import once_differentiable
 from longseq.kernels.orthogonal_recurrence.reference import (
@@ -76,7 +75,6 @@ def orthogonal_recurrence_chunk(
         if chunk_size == 1:
             # The loop over tokens makes T a constant of a compiled graph, which torch 2.11 must learn before apply.
             operator.index(q.shape[1])
-        refuse_transforms()
         return _OrthogonalRecurrence.apply(*sequences, *options)
 
     return run_recurrence(

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from longseq.kernels.dispatch import Backend, Call, register_torch, select
+from longseq.kernels.dispatch import Backend, Call, register, select
 from longseq.kernels.packed_attention import padded, varlen
 from longseq.kernels.packing import Packing, pack_like
 
@@ -41,8 +41,9 @@ def packed_attention(
     return select("packed_attention", backend, call)(q, k, v, packing, causal=causal, window=window)
 
 
-register_torch(
+register(
     "packed_attention",
     Backend("varlen", varlen.packed_attention, varlen.reasons),
     Backend("torch", padded.packed_attention),
+    kind="torch",
 )

@@ -27,7 +27,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longseq.kernels.chunks import export_plan, fit_chunk_size, join_chunks, scan, split_chunks
-from longseq.kernels.custom_op import refuse_transforms
 from longseq.kernels.dispatch import is_exporting
 from longseq.kernels.once_differentiable import once_differentiable
 from longseq.kernels.precision import without_autocast
@@ -69,7 +68,6 @@ def recursive_least_squares_chunk(
         else:
             layout = _Layout.choose(x.shape[1], chunk_size, refresh_period, fresh=options["initial_state"] is None)
             slots = layout.slots(seen, count, steps)
-            refuse_transforms()
             y, A = _RecursiveLeastSquares.apply(x, u, added, slots, A, layout)
         return y, (A, seen[:, -1].clone())
 

@@ -1,104 +1,39 @@
 """The short convolution as one depthwise convolution over all tokens."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from longseq.kernels.custom_op import is_exactly_tensor
-from longseq.kernels.dispatch import is_exporting
 from longseq.kernels.packing import Packing
-from longseq.kernels.reading import Reverse, turn
+from longseq.kernels.reading import turn
 from longseq.kernels.recurrence import Core, Sequences, run_recurrence
 from longseq.kernels.short_convolution.reference import convolve_each_way
 
 
 def short_convolution_chunk(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    activation: str | None,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    cu_seqlens: Tensor | None,
-    mask: Tensor | None,
-    reverse: Reverse,
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, activation: str | None, mask: Tensor | None, **call: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """`short_convolution` by torch's convolution, which keeps its inputs for the gradient of a weight that has one."""
+    """`short_convolution` by torch's convolution; `call` is for `run_recurrence`."""
     if weight.dim() == 3:
-        return convolve_each_way(
-            short_convolution_chunk, x, weight, bias, initial_state,
-            activation=activation, output_final_state=output_final_state, cu_seqlens=None, mask=mask,
-        )  # fmt: skip
+        convolve = partial(short_convolution_chunk, activation=activation, mask=mask)
+        return convolve_each_way(convolve, x, weight, bias, **call)
 
-    def convolve(window: Tensor) -> Tensor:
+    def convolve_window(window: Tensor) -> Tensor:
         dtype = window.dtype
         taps, offset = weight.to(dtype).unsqueeze(1), None if bias is None else bias.to(dtype)
-        if _keeps_no_inputs(window, taps, offset):
-            return _FrozenTaps.apply(window, taps, offset)
         return F.conv1d(window, taps, offset, groups=len(taps))
 
-    return convolve_windows(
-        convolve,
-        x,
-        weight.shape,
-        activation=activation,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
-        mask=mask,
-        reverse=reverse,
-    )
-
-
-def _keeps_no_inputs(window: Tensor, taps: Tensor, bias: Tensor | None) -> bool:
-    """Whether eager code differentiates by anything but the taps. Transforms and graphs take torch's own form."""
-    if torch.compiler.is_compiling() or is_exporting() or not (is_exactly_tensor(window) and is_exactly_tensor(taps)):
-        return False
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
-        return False
-    wanted = window.requires_grad or (bias is not None and bias.requires_grad)
-    return wanted and not taps.requires_grad and torch.is_grad_enabled()
-
-
-class _FrozenTaps(torch.autograd.Function):
-    """A depthwise convolution whose taps get no gradient, so that nothing depends on its inputs.
-
-    torch's own form keeps the inputs nevertheless. The arithmetic is the same, and has second derivatives.
-    """
-
-    @staticmethod
-    def forward(ctx, window, taps, bias):
-        ctx.save_for_backward(taps)
-        ctx.layout = window.shape, window.stride()
-        return F.conv1d(window, taps, bias, groups=len(taps))
-
-    @staticmethod
-    def backward(ctx, d_y):
-        (taps,) = ctx.saved_tensors
-        channels, wanted = len(taps), ctx.needs_input_grad
-        window = d_y.new_empty_strided(*ctx.layout)  # of which only the layout is read
-        d_window, _, d_bias = torch.ops.aten.convolution_backward(
-            d_y, window, taps, [channels], [1], [0], [1], False, [0], channels, [wanted[0], False, wanted[2]]
-        )
-        return d_window, None, d_bias
+    return convolve_windows(convolve_window, x, weight.shape, activation=activation, mask=mask, **call)
 
 
 def convolve_windows(
-    convolve: Callable[[Tensor], Tensor],
-    x: Tensor,
-    weight_shape: Sequence[int],
-    *,
-    activation: str | None = None,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    cu_seqlens: Tensor | None,
-    mask: Tensor | None,
-    reverse: Reverse,
-) -> tuple[Tensor, Tensor | None]:
+    convolve: Callable[[Tensor], Tensor], x: Tensor, weight_shape: Sequence[int], *, activation: str | None,
+    mask: Tensor | None, **call: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Convolve with the state in front of the real tokens, which are moved next to each other.
 
     `convolve` maps a window [B, D, W-1 + L] of inputs to L outputs [B, D, L], each of which sees W inputs. The
@@ -109,7 +44,7 @@ def convolve_windows(
     def activate(y: Tensor) -> Tensor:
         return F.silu(y) if activation == "silu" else y
 
-    mask = None if mask is None else turn(mask, reverse)
+    mask = None if mask is None or mask.numel() == 0 else turn(mask, call["reverse"])
 
     def dense(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
         window = torch.cat((state, sequences[0].to(state.dtype).mT), dim=-1)  # [B, D, W-1 + T]
@@ -137,15 +72,12 @@ def convolve_windows(
         return output.mT, rows[last_place].mT
 
     return run_recurrence(
-        dense if mask is None or mask.numel() == 0 else padded,
+        dense if mask is None else padded,
         (x,),
-        initial_state,
-        (weight_shape[0], weight_shape[1] - 1),
+        state_shape=(weight_shape[0], weight_shape[1] - 1),
         output_dtype=x.dtype,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
         unpack=packed,
-        reverse=reverse,
+        **call,
     )
 
 

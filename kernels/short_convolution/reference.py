@@ -1,14 +1,15 @@
 """The short convolution as a loop over tokens: the definition that every other form is compared with."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longseq.kernels.reading import Reverse, half, run_each_way, turn
-from longseq.kernels.recurrence import Sequences, run_recurrence, run_segments
+from longseq.kernels.reading import Reverse, half, run_each_way
+from longseq.kernels.recurrence import run_tokens
 
 
 def short_convolution_step_torch(
@@ -27,66 +28,33 @@ def short_convolution_step_torch(
 
 
 def short_convolution_reference(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    activation: str | None,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    cu_seqlens: Tensor | None,
-    mask: Tensor | None,
-    reverse: Reverse,
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, activation: str | None, mask: Tensor | None, **call: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """`short_convolution`, one token at a time."""
+    """`short_convolution`, one token at a time; `call` is for `run_recurrence`."""
     if weight.dim() == 3:
-        return convolve_each_way(
-            short_convolution_reference, x, weight, bias, initial_state,
-            activation=activation, output_final_state=output_final_state, cu_seqlens=None, mask=mask,
-        )  # fmt: skip
-    mask = None if mask is None or mask.numel() == 0 else turn(mask, reverse)
+        convolve = partial(short_convolution_reference, activation=activation, mask=mask)
+        return convolve_each_way(convolve, x, weight, bias, **call)
 
-    def recurrence(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
-        (x,) = sequences
-        outputs = []
-        for t in range(x.shape[1]):
-            y_t, next_state = short_convolution_step_torch(x[:, t], weight, state, bias, activation=activation)
-            if mask is not None:
-                real = mask[:, t, None]
-                y_t, next_state = torch.where(real, y_t, 0), torch.where(real[..., None], next_state, state)
-            outputs.append(y_t)
-            state = next_state
-        return torch.stack(outputs, dim=1), state
+    def step(token: list[Any], state: Tensor) -> tuple[Tensor, Tensor]:
+        x_t, real = token
+        y, after = short_convolution_step_torch(x_t, weight, state, bias, activation=activation)
+        if real is not None:
+            y, after = torch.where(real[:, None], y, 0), torch.where(real[:, None, None], after, state)
+        return y, after
 
-    return run_recurrence(
-        recurrence,
-        (x,),
-        initial_state,
-        (weight.shape[0], weight.shape[1] - 1),
-        output_dtype=x.dtype,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
-        unpack=run_segments,
-        reverse=reverse,
-    )
+    shape = weight.shape[0], weight.shape[1] - 1
+    return run_tokens(step, (x, mask), state_shape=shape, output_dtype=x.dtype, **call)
 
 
 def convolve_each_way(
-    convolve: Callable[..., tuple[Tensor, Tensor | None]],
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    initial_state: Tensor | None,
-    **options: Any,
-) -> tuple[Tensor, Tensor | None]:
+    convolve: Callable[..., tuple[Tensor, Tensor | None]], x: Tensor, weight: Tensor, bias: Tensor | None,
+    *, initial_state: Tensor | None, reverse: Reverse, **options: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Convolve x once forward and once backward, each with its own weight, by a form for one weight."""
-    return run_each_way(
-        lambda i: convolve(
-            x,
-            weight[i],
-            None if bias is None else bias[i],
-            initial_state=None if initial_state is None else half(initial_state, i),
-            reverse=bool(i),
-            **options,
-        )
-    )
+
+    def convolve_one_way(i: int) -> tuple[Tensor, Tensor | None]:
+        state = None if initial_state is None else half(initial_state, i)
+        own = None if bias is None else bias[i]
+        return convolve(x, weight[i], own, initial_state=state, reverse=bool(i), **options)
+
+    return run_each_way(convolve_one_way)

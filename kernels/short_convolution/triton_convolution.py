@@ -11,7 +11,8 @@ device. Each program writes its own sums for the weights and the bias, and torch
 result is the same in every run.
 """
 
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
 import triton
@@ -19,14 +20,14 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from longseq.kernels.custom_op import custom_op
+from longseq.kernels.custom_op import Gradients, custom_op
 from longseq.kernels.devices import channels_adjacent
 from longseq.kernels.packing import find_once, sequence_of_tokens
 from longseq.kernels.reading import Reverse, number_of
 from longseq.kernels.short_convolution.chunk import convolve_windows
 from longseq.kernels.short_convolution.reference import convolve_each_way
 from longseq.kernels.triton_launch import PREPARED, Launch, Prepared, cdiv, find_launch, next_power_of_2
-from longseq.kernels.triton_tiles import MINUS_LOG2_E, direction, token_after
+from longseq.kernels.triton_tiles import MINUS_LOG2_E, direction, sequence, token_after
 
 # By bytes of an input: channels of a program, tokens whose loads are issued together, warps. Those for two bytes were
 # measured on an H200.
@@ -119,15 +120,6 @@ def _load_before(
     if HAS_STATE:
         seen += _load_state(state, n, WIDTH - 1 - k + age, _channels(age < k, d, D), d, D, WIDTH)
     return seen
-
-
-@triton.jit
-def _borders(n, T, cu_seqlens):
-    """The first token and the end (exclusive) of segment n."""
-    # Checking the borders on the host would wait for the device. Clamped to the tokens, wrong borders at least touch no
-    # foreign memory.
-    start = tl.minimum(tl.maximum(tl.load(cu_seqlens + n).to(tl.int64), 0), T)
-    return start, tl.minimum(tl.maximum(tl.load(cu_seqlens + n + 1).to(tl.int64), start), T)
 
 
 @triton.jit
@@ -399,12 +391,8 @@ def _backward_state(
     over_d = tl.cdiv(D, BLOCK_D)
     n = (tl.program_id(0) // over_d).to(tl.int64)
     d = (tl.program_id(0) % over_d) * BLOCK_D + tl.arange(0, BLOCK_D)
-    row, start, end = n, n * 0, n * 0 + T
-    dy_number = n
-    if PACKED:
-        row = n * 0
-        dy_number = row
-        start, end = _borders(n, T, cu_seqlens)
+    row, start, end, _ = sequence(n, T, cu_seqlens, PACKED, 1)
+    dy_number = row
     if SHARED:
         if n >= B:
             row -= B
@@ -425,16 +413,15 @@ def _backward_state(
         tl.store(dstate + (n * D + d) * (WIDTH - 1) + i, behind[WIDTH - 1], mask=d < D)
 
 
-@custom_op("causal_convolution")
+def _allocate_output(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
+    return x.new_empty((x.shape[0] * (2 if weight.dim() == 3 else 1), *x.shape[1:]))
+
+
+@custom_op("causal_convolution", _allocate_output)
 def causal_convolution(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    silu: bool,
+    x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None, silu: bool,
     reverse: int,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Convolve x [B, T, D] with weight [D, W] (the current token's tap last), bias [D] and state [B or N, D, W-1].
 
     Weight [2, D, W] and bias [2, D] convolve x once forward and once backward: y and the state then have 2 B rows. y is
@@ -452,59 +439,28 @@ def causal_convolution(
     return y
 
 
-@causal_convolution.register_fake
-def _(x, weight, bias, initial_state, cu_seqlens, silu, reverse):
-    return _allocate_output(x, weight)
-
-
-def _allocate_output(x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty((x.shape[0] * (2 if weight.dim() == 3 else 1), *x.shape[1:]))
-
-
-@custom_op("causal_convolution_backward")
+@causal_convolution.gradient("x weight bias initial_state")
 def causal_convolution_backward(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    dy: Tensor,
-    silu: bool,
-    reverse: int,
-    weighs: bool,
-    enters: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of x, weight, bias and state (empty without them).
-
-    Those of weight and bias are empty without `weighs`, that of the state without `enters`. Where no gradient needs the
-    values of x, the caller may pass dy in its place.
-    """
+    x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None, dy: Tensor,
+    silu: bool, reverse: int, wanted: list[bool],
+) -> Gradients:  # fmt: skip
+    """The gradients of x, weight, bias and state."""
     dx = x.new_empty(x.shape)
     found = differentiate_convolution(
-        x, weight, bias, initial_state, cu_seqlens, dy, silu, reverse, dx, weighs=weighs, enters=enters
-    )
+        x, weight, bias, initial_state, cu_seqlens, dy, silu, reverse, dx, weighs=wanted[1] or wanted[2],
+        enters=wanted[3],
+    )  # fmt: skip
     return dx, *found
 
 
 def differentiate_convolution(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    dy: Tensor,
-    silu: bool,
-    reverse: int,
-    dx: Tensor,
-    skipped: Tensor | None = None,
-    skip_weight: Tensor | None = None,
-    *,
-    weighs: bool = True,
-    enters: bool = True,
-) -> tuple[Tensor, Tensor, Tensor]:
+    x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None, dy: Tensor,
+    silu: bool, reverse: int, dx: Tensor, skipped: Tensor | None = None, skip_weight: Tensor | None = None, *,
+    weighs: bool = True, enters: bool = True,
+) -> Gradients:  # fmt: skip
     """Writes the gradient of x to dx, whose channels are adjacent; returns those of weight, bias and state.
 
-    They are empty without these tensors; those of weight and bias also without `weighs`, that of the state without
+    They are None without these tensors; those of weight and bias also without `weighs`, that of the state without
     `enters`.
 
     If given, skip_weight ⊙ skipped is added to dy: `skipped` [B, T, D], contiguous and without a state, is shared by
@@ -525,106 +481,56 @@ def differentiate_convolution(
     )  # fmt: skip
     rows = (*weight.shape[:-2], tiles, width + (bias is not None), channels)
     sums = x.new_empty(rows if weighs else 0, dtype=torch.float32)
-    dstate = x.new_empty((0,)) if state is None or not enters else state.new_empty(state.shape)
+    dstate = None if state is None or not enters else state.new_empty(state.shape)
     launch(x, weight, bias, state, *_find_places(x, state, cu_seqlens), dy, skipped, skip_weight, dx, sums)
-    if state is not None and dstate.numel():
+    if state is not None and dstate is not None and dstate.numel():
         find_launch(
             _backward_state, x.device, state.shape[0] * cdiv(channels, block),
             (*x.shape, *x.stride()[:2], *dy.stride()[:2]),
             BLOCK_D=block, **constants, **table.options,
         )(x, weight, bias, state, cu_seqlens, dy, dstate)  # fmt: skip
     if not weighs:
-        return x.new_empty((0,)), x.new_empty((0,)), dstate
+        return None, None, dstate
     total = sums.sum(-3)
     dweight = torch.empty_like(weight).copy_(total[..., :width, :].mT)
-    dbias = x.new_empty((0,)) if bias is None else torch.empty_like(bias).copy_(total[..., width, :])
+    dbias = None if bias is None else torch.empty_like(bias).copy_(total[..., width, :])
     return dweight, dbias, dstate
 
 
-@causal_convolution_backward.register_fake
-def _(x, weight, bias, initial_state, cu_seqlens, dy, silu, reverse, weighs, enters):
-    dweight = weight.new_empty(weight.shape) if weighs else x.new_empty((0,))
-    dbias = x.new_empty((0,)) if bias is None or not weighs else bias.new_empty(bias.shape)
-    dstate = x.new_empty((0,)) if initial_state is None or not enters else initial_state.new_empty(initial_state.shape)
-    return x.new_empty(x.shape), dweight, dbias, dstate
-
-
-def _setup_context(ctx, inputs, output):
-    *tensors, ctx.silu, ctx.reverse = inputs
-    ctx.weighs = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
-    # With two readings, dy has twice as many rows as x and cannot take its place.
-    if not (ctx.weighs or ctx.silu or tensors[1].dim() == 3):
-        tensors[0] = None
-    ctx.save_for_backward(*tensors)
-
-
-def _differentiate(ctx, dy):
-    x, weight, bias, state, cu_seqlens = ctx.saved_tensors
-    _, _, needs_bias, needs_state, *_ = ctx.needs_input_grad
-    x = dy if x is None else x
-    dx, dweight, dbias, dstate = causal_convolution_backward(
-        x, weight, bias, state, cu_seqlens, dy, ctx.silu, ctx.reverse, ctx.weighs, needs_state
-    )
-    dweight = dweight if ctx.weighs else None
-    return dx, dweight, dbias if needs_bias else None, dstate if needs_state else None, None, None, None
-
-
-causal_convolution.register_autograd(_differentiate, setup_context=_setup_context)
-
-
 def short_convolution_triton(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    activation: str | None,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    cu_seqlens: Tensor | None,
-    mask: Tensor | None,
-    reverse: Reverse,
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, activation: str | None, mask: Tensor | None, **call: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """`short_convolution` as one kernel on tokens in place; with a mask, the real tokens are first gathered."""
-    if weight.dim() == 3 and mask is not None:
-        return convolve_each_way(
-            short_convolution_triton, x, weight, bias, initial_state,
-            activation=activation, output_final_state=output_final_state, cu_seqlens=None, mask=mask,
-        )  # fmt: skip
-    taps = weight.shape[-1] - 1
+    """`short_convolution` as one kernel on tokens in place; with a mask, the real tokens are first gathered.
+
+    `call` is for `run_recurrence`, which the masked form takes.
+    """
     silu = activation == "silu"
     if mask is None:
+        state, cu_seqlens, reverse = call["initial_state"], call["cu_seqlens"], call["reverse"]
         cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(x.device).contiguous()
-        y = causal_convolution(x, weight, bias, initial_state, cu_seqlens, silu, number_of(reverse))
-        return y, last_states(x, weight, initial_state, cu_seqlens, reverse) if output_final_state else None
+        y = causal_convolution(x, weight, bias, state, cu_seqlens, silu, number_of(reverse))
+        return y, last_states(x, weight, state, cu_seqlens, reverse) if call["output_final_state"] else None
+    if weight.dim() == 3:
+        convolve = partial(short_convolution_triton, activation=activation, mask=mask)
+        return convolve_each_way(convolve, x, weight, bias, **call)
 
     def convolve_window(window: Tensor) -> Tensor:
-        return causal_convolution(window.mT, weight, bias, None, None, silu, 0)[:, taps:].mT
+        return causal_convolution(window.mT, weight, bias, None, None, silu, 0)[:, weight.shape[1] - 1 :].mT
 
-    return convolve_windows(
-        convolve_window,
-        x,
-        weight.shape,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        cu_seqlens=None,
-        mask=mask,
-        reverse=reverse,
-    )
+    return convolve_windows(convolve_window, x, weight.shape, activation=None, mask=mask, **call)
 
 
-def last_states(
-    x: Tensor, weight: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, reverse: Reverse
-) -> Tensor:
-    """The last W - 1 inputs of each sequence, or of each reading of it, in float32."""
+def last_states(x: Tensor, weight: Tensor, state: Tensor | None, cu_seqlens: Tensor | None, reverse: Reverse) -> Tensor:
+    """The last W - 1 inputs of each sequence, or of each reading of it, in float32; the first state precedes them."""
     taps = weight.shape[-1] - 1
-    if cu_seqlens is None:
-        return _last_inputs(_ends(x, taps, reverse, weight.dim() == 3), initial_state, taps)
-    return _last_packed_inputs(x, initial_state, cu_seqlens, taps, reverse)
-
-
-def _last_inputs(ends: Tensor, state: Tensor | None, taps: int) -> Tensor:
-    """The last inputs [B, D, taps] of each sequence: its own, [B, up to taps, D], after its first state or zeros."""
-    last = ends.mT.to(torch.float32)
+    if cu_seqlens is not None:
+        return _last_packed_inputs(x, state, cu_seqlens, taps, reverse)
+    last = x[:, max(0, x.shape[1] - taps) :]
+    if reverse:
+        rows = x.shape[0] if reverse is True or weight.dim() == 3 else x.shape[0] // 2
+        backward = x[x.shape[0] - rows :, :taps].flip(1)
+        last = backward if reverse is True else torch.cat((last[:rows], backward))
+    last = last.mT.to(torch.float32)
     missing = taps - last.shape[2]
     if state is None:
         return functional.pad(last, (missing, 0))
@@ -634,8 +540,15 @@ def _last_inputs(ends: Tensor, state: Tensor | None, taps: int) -> Tensor:
 def _last_packed_inputs(x: Tensor, state: Tensor | None, cu_seqlens: Tensor, taps: int, reverse: Reverse) -> Tensor:
     """The last inputs [N, D, taps] of each segment; short segments are filled up from their first state or zeros."""
     tokens = x.shape[1]
-    key = ("places of last inputs", taps, bool(reverse))
-    age, place = find_once(cu_seqlens, key, lambda: _places_of_last(cu_seqlens, tokens, taps, reverse))
+
+    def find() -> tuple[Tensor, Tensor]:
+        """Their numbers in the segment [N, taps], negative for those from the state, and their indices in x."""
+        start, end = (border.clamp(0, tokens)[:, None] for border in (cu_seqlens[:-1], cu_seqlens[1:]))
+        age = end - start - taps + torch.arange(taps, device=cu_seqlens.device)
+        place = end - 1 - age if reverse else start + age
+        return age, place.clamp(0, max(tokens - 1, 0))
+
+    age, place = find_once(cu_seqlens, ("places of last inputs", taps, bool(reverse)), find)
     if state is None:
         state = x.new_zeros((age.shape[0], x.shape[2], taps), dtype=torch.float32)
     earlier = (age + taps).clamp_max(taps - 1)[:, None].expand_as(state)
@@ -644,27 +557,6 @@ def _last_packed_inputs(x: Tensor, state: Tensor | None, cu_seqlens: Tensor, tap
         return from_state
     own = x[0][place].mT.to(torch.float32)
     return torch.where((age >= 0)[:, None], own, from_state)
-
-
-def _places_of_last(cu_seqlens: Tensor, tokens: int, taps: int, reverse: Reverse) -> tuple[Tensor, Tensor]:
-    """Two tensors [N, taps] for the last inputs of each segment.
-
-    The first holds their numbers in the segment, negative for those from its state; the second holds their indices in
-    x.
-    """
-    start, end = (border.clamp(0, tokens)[:, None] for border in (cu_seqlens[:-1], cu_seqlens[1:]))
-    age = end - start - taps + torch.arange(taps, device=cu_seqlens.device)
-    place = end - 1 - age if reverse else start + age
-    return age, place.clamp(0, max(tokens - 1, 0))
-
-
-def _ends(x: Tensor, taps: int, reverse: Reverse, shared: bool) -> Tensor:
-    """The last inputs [B, up to taps, D] of each row, in the order of reading."""
-    last, first = x[:, max(0, x.shape[1] - taps) :], x[:, :taps].flip(1)
-    if reverse != "second_half":
-        return first if reverse else last
-    rows = x.shape[0] if shared else x.shape[0] // 2
-    return torch.cat((last[:rows], first[x.shape[0] - rows :]))
 
 
 def reach_of_tokens(x: Tensor, cu_seqlens: Tensor | None) -> Tensor | None:

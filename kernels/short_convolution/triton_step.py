@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longseq.kernels.custom_op import custom_op
+from longseq.kernels.custom_op import custom_op, results_like
 from longseq.kernels.devices import channels_adjacent
 from longseq.kernels.triton_launch import cdiv, find_launch, launch_options
 from longseq.kernels.triton_steps import UNSPECIALISED, load_vector, row_tile, store_vector
@@ -42,9 +42,9 @@ def _step(
     tl.store(after + place - 1, window, mask=own & (j > 0) & (j < WIDTH))
 
 
-@custom_op("short_convolution_step")
-def short_convolution_step(
-    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, silu: bool
+@custom_op("short_convolution_step", results_like(0, 2))
+def short_convolution_step_triton(
+    x: Tensor, weight: Tensor, state: Tensor, bias: Tensor | None, activation: str | None
 ) -> tuple[Tensor, Tensor]:
     """Returns y [B, D] in x's dtype and the next state [B, D, W-1] in float32."""
     x, weight, state = channels_adjacent(x), weight.contiguous(), state.contiguous()
@@ -54,19 +54,7 @@ def short_convolution_step(
     tile = row_tile(channels, width, NUMBERS)
     find_launch(
         _step, x.device, x.shape[0] * cdiv(channels, tile.rows), (x.stride(0),),
-        D=channels, WIDTH=width, HAS_BIAS=bias is not None, SILU=silu, BLOCK_D=tile.rows, BLOCK_W=tile.columns,
-        **launch_options(tile.warps),
+        D=channels, WIDTH=width, HAS_BIAS=bias is not None, SILU=activation == "silu", BLOCK_D=tile.rows,
+        BLOCK_W=tile.columns, **launch_options(tile.warps),
     )(x, weight, bias, state, output, after)  # fmt: skip
     return output, after
-
-
-@short_convolution_step.register_fake
-def _(x, weight, bias, state, silu):
-    return x.new_empty(x.shape), state.new_empty(state.shape)
-
-
-def short_convolution_step_triton(
-    x: Tensor, weight: Tensor, state: Tensor, bias: Tensor | None, *, activation: str | None
-) -> tuple[Tensor, Tensor]:
-    """`short_convolution_step` in one Triton kernel."""
-    return short_convolution_step(x, weight, bias, state, activation == "silu")

@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from longseq.kernels.checks import check_shapes
 from longseq.kernels.dispatch import Call, is_exporting
 from longseq.kernels.operation import operation
 from longseq.kernels.precision import call_dtype
@@ -11,8 +12,12 @@ __all__ = ["silu_product"]
 
 
 def _judge(op: str, x: Tensor, gate: Tensor, skip: Tensor | None, skip_weight: Tensor | None) -> Call:
-    if not is_exporting():
-        _check(x, gate, skip, skip_weight)
+    if (skip is None) != (skip_weight is None):
+        raise ValueError(f"{op}: skip and skip_weight go together, but one is missing; give both or neither")
+    shape, weights = tuple(gate.shape), tuple(x.shape[-1:])
+    if skip_weight is not None and skip_weight.dim() == 2:
+        shape, weights = (2 * gate.shape[0], *gate.shape[1:]), (2, *weights)
+    check_shapes(op, {"x": (x, shape), "skip": (skip, x.shape), "skip_weight": (skip_weight, weights)})
     return Call(x.device, call_dtype(x, gate, skip, skip_weight), exporting=is_exporting())
 
 
@@ -37,18 +42,3 @@ def silu_product(
 
     Raises ValueError for tensors that do not fit and for a backend that cannot run.
     """
-
-
-def _check(x: Tensor, gate: Tensor, skip: Tensor | None, skip_weight: Tensor | None) -> None:
-    if (skip is None) != (skip_weight is None):
-        raise ValueError("silu_product: skip and skip_weight go together, but one is missing; give both or neither")
-    shapes: dict[str, tuple[int, ...]] = {"gate": gate.shape, "skip": x.shape if skip is None else skip.shape}
-    if skip_weight is not None:
-        shapes["x of skip_weight's width"] = (*x.shape[:-1], *skip_weight.shape[-1:])
-        if skip_weight.ndim == 2:
-            shapes["gate"] = (gate.shape[0] * skip_weight.shape[0], *gate.shape[1:])
-    for name, shape in shapes.items():
-        if shape != x.shape:
-            raise ValueError(
-                f"silu_product: x has shape {tuple(x.shape)} and {name} {tuple(shape)}, but must have the same"
-            )

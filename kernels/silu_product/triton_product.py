@@ -9,9 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longseq.kernels.custom_op import custom_op
+from longseq.kernels.custom_op import Gradients, custom_op
 from longseq.kernels.devices import rows_of
 from longseq.kernels.triton_launch import cdiv, find_launch, launch_options, next_power_of_2
+from longseq.kernels.triton_tiles import load_rows
 
 # Measured on an H200, without a skip. CHANNELS: the most channels of a program's block. BLOCK: numbers of the block.
 # WARP: numbers of the block for each warp. PROGRAMS: the largest number of programs for one block of channels if the
@@ -23,17 +24,12 @@ PROGRAMS = 1024
 
 
 @triton.jit
-def _load(x, row, stride, column, inside):
-    return tl.load(x + row[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
-
-
-@triton.jit
 def _value(x, skip, scale, row, x_row, skip_row, column, inside, HAS_SKIP: tl.constexpr):
     """x + scale skip, which the gate multiplies, and the skip."""
-    value = _load(x, row, x_row, column, inside)
+    value = load_rows(x, row, x_row, column, inside)
     skipped = value
     if HAS_SKIP:
-        skipped = _load(skip, row, skip_row, column, inside)
+        skipped = load_rows(skip, row, skip_row, column, inside)
         value += scale * skipped
     return value, skipped
 
@@ -62,7 +58,7 @@ def multiply(
     if PAIRED:
         scale = _scale(skip_weight + D, column, D, HAS_SKIP)
         value += _value(x, skip, scale, row + rows, x_row, skip_row, column, inside, HAS_SKIP)[0]
-    z = _load(gate, row, gate_row, column, inside)
+    z = load_rows(gate, row, gate_row, column, inside)
     tl.store(y + row[:, None] * D + column[None, :], value * z * tl.sigmoid(z), mask=inside)
 
 
@@ -95,9 +91,9 @@ def differentiate_product(
         if PAIRED:
             other, other_skipped = _value(x, skip, other_scale, row + rows, x_row, skip_row, column, inside, HAS_SKIP)
             value += other
-        z = _load(gate, row, gate_row, column, inside)
+        z = load_rows(gate, row, gate_row, column, inside)
         share = tl.sigmoid(z)
-        gradient = _load(dy, row, dy_row, column, inside)
+        gradient = load_rows(dy, row, dy_row, column, inside)
         place = row[:, None] * D + column[None, :]
         d_gate_place = row[:, None] * d_gate_row + column[None, :]
         tl.store(d_gate + d_gate_place, gradient * value * share * (1.0 + z * (1.0 - share)), mask=inside)
@@ -126,14 +122,18 @@ def _blocks(channels: int) -> dict[str, int]:
     return {"BLOCK_R": rows, "BLOCK_D": columns, **launch_options(min(max(rows * columns // WARP, 1), 8))}
 
 
-@custom_op("silu_product")
-def silu_product(x: Tensor, gate: Tensor, skip: Tensor | None, skip_weight: Tensor | None) -> Tensor:
+def _allocate(x: Tensor, gate: Tensor, *_: Tensor | None) -> Tensor:
+    return x.new_empty(gate.shape, dtype=torch.promote_types(x.dtype, gate.dtype))
+
+
+@custom_op("silu_product", _allocate)
+def silu_product_triton(x: Tensor, gate: Tensor, skip: Tensor | None, skip_weight: Tensor | None) -> Tensor:
     """The gated product [..., D]; its type is the promotion of those of x and gate.
 
     With skip_weight [2, D], the first dimension of x and skip holds two readings, one half each, and the gate
     multiplies their sum.
     """
-    y = x.new_empty(gate.shape, dtype=torch.promote_types(x.dtype, gate.dtype))
+    y = _allocate(x, gate)
     (values, x_row), (gates, gate_row) = rows_of(x), rows_of(gate)
     skips, skip_row = (None, 0) if skip is None else rows_of(skip)
     channels = gate.shape[-1]
@@ -151,22 +151,14 @@ def _is_pair(skip_weight: Tensor | None) -> bool:
     return skip_weight is not None and skip_weight.dim() == 2
 
 
-@silu_product.register_fake
-def _(x, gate, skip, skip_weight):
-    return x.new_empty(gate.shape, dtype=torch.promote_types(x.dtype, gate.dtype))
-
-
-@custom_op("silu_product_backward")
+@silu_product_triton.gradient("x gate skip skip_weight")
 def silu_product_backward(
-    x: Tensor, gate: Tensor, skip: Tensor | None, skip_weight: Tensor | None, dy: Tensor, weighs: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of x, gate, skip and skip_weight.
-
-    The last two are empty without a skip; the last one is also empty without `weighs`.
-    """
+    x: Tensor, gate: Tensor, skip: Tensor | None, skip_weight: Tensor | None, dy: Tensor, wanted: list[bool]
+) -> Gradients:
+    """The gradients of x, gate, skip and skip_weight."""
     dx, d_gate = x.new_empty(x.shape), gate.new_empty(gate.shape)
     d_skip = x.new_empty((0,)) if skip is None else skip.new_empty(skip.shape)
-    return dx, d_gate, d_skip, differentiate(x, gate, skip, skip_weight, dy, dx, d_gate, d_skip, weighs)
+    return dx, d_gate, d_skip, differentiate(x, gate, skip, skip_weight, dy, dx, d_gate, d_skip, wanted[3])
 
 
 def differentiate(
@@ -199,32 +191,3 @@ def differentiate(
         dx, d_gate, d_skip, parts,
     )  # fmt: skip
     return parts.sum(-2).to(skip_weight.dtype) if weighs and skip_weight is not None else x.new_empty((0,))
-
-
-@silu_product_backward.register_fake
-def _(x, gate, skip, skip_weight, dy, weighs):
-    return (
-        x.new_empty(x.shape),
-        gate.new_empty(gate.shape),
-        x.new_empty((0,)) if skip is None else skip.new_empty(skip.shape),
-        x.new_empty((0,)) if skip_weight is None or not weighs else skip_weight.new_empty(skip_weight.shape),
-    )
-
-
-def _setup_context(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
-
-
-def _differentiate(ctx, dy):
-    x, gate, skip, skip_weight = ctx.saved_tensors
-    weighs = ctx.needs_input_grad[3]
-    dx, d_gate, d_skip, d_weight = silu_product_backward(x, gate, skip, skip_weight, dy, weighs)
-    return dx, d_gate, None if skip is None else d_skip, d_weight if weighs else None
-
-
-silu_product.register_autograd(_differentiate, setup_context=_setup_context)
-
-
-def silu_product_triton(x: Tensor, gate: Tensor, *, skip: Tensor | None, skip_weight: Tensor | None) -> Tensor:
-    """`silu_product` as one kernel, whose gradients are one kernel, too."""
-    return silu_product(x, gate, skip, skip_weight)

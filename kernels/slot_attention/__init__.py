@@ -73,24 +73,13 @@ def slot_attention(
     Shapes: q, k [B, T, H, K]; v, o [B, T, H, V]; g, write [B, T, H, M] with g <= 0 (a log; any magnitude is safe);
     states are pairs of K~ [B, H, M, K] and V~ [B, H, M, V].
 
-    Packing: `cu_seqlens` [N + 1] holds 0 and the end of each packed sequence; B is 1 and states have N rows.
-
-    Direction: with `reverse` sequences are read from their last token to their first. The initial state is then the one
-    behind the last token, and the final state the one at the first token. With reverse="second_half" the second half of
-    the rows of the batch is read backward, and the first half forward.
+    Packing, direction, inf and NaN: see `longseq.kernels`.
 
     Precision: arithmetic and states are float32, or float64 for float64 inputs; o has v's dtype.
 
-    `chunk_size`, a power of two, changes speed and memory but not the result.
+    Returns (o, final state or None). `chunk_size` is a power of two.
 
-    Returns (o, final state or None).
-
-    Raises ValueError for inputs that do not fit, an unknown activation and a backend that cannot run them. The values
-    of `cu_seqlens` are checked by the torch and reference backends. The triton backend checks them with
-    LONGSEQ_CHECK_CU_SEQLENS=1 alone, because the check waits for the GPU.
-
-    inf and NaN stay in their row and head, and in their packed sequence. There they reach all later tokens, and earlier
-    ones of their chunk (see `longseq.kernels`).
+    Raises ValueError for inputs that do not fit, an unknown activation and a backend that cannot run them.
 
     Source: Zhang et al. 2024, "Gated Slot Attention for Efficient Linear-Time Sequence Modeling", eq. 6; with `write`,
     Peng et al. 2022, "ABC: Attention with Bounded-memory Control", as eq. 3 of the former states it.

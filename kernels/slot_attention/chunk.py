@@ -6,31 +6,22 @@
 Source: Zhang et al. 2024, "Gated Slot Attention", eq. 7.
 """
 
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from longseq.kernels.linear_attention.chunk import Inputs, linear_attention_core
-from longseq.kernels.reading import Reverse
 from longseq.kernels.recurrence import Sequences, run_padded, run_recurrence
 from longseq.kernels.slot_attention.activations import ACTIVATIONS
 from longseq.kernels.slot_attention.reference import empty_slots
 
 
 def slot_attention_chunk(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    *,
-    write: Tensor | None,
-    scale: float,
-    activation: str,
-    initial_state: tuple[Tensor, Tensor] | None,
-    output_final_state: bool,
-    cu_seqlens: Tensor | None,
-    chunk_size: int,
-    reverse: Reverse,
-) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, write: Tensor | None, scale: float, activation: str,
+    chunk_size: int, **call: Any,
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:  # fmt: skip
     """`slot_attention` in chunks. Its two passes save their inputs and the states between chunks for the backward."""
 
     def core(sequences: Sequences, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -46,11 +37,8 @@ def slot_attention_chunk(
     return run_recurrence(
         core,
         (q, k, v, g, write),
-        initial_state,
-        lambda rows, dtype: empty_slots(k, v, g, rows, dtype),
+        state_shape=partial(empty_slots, k, v, g),
         output_dtype=v.dtype,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
         unpack=run_padded,
-        reverse=reverse,
+        **call,
     )

@@ -1,10 +1,12 @@
 """Slot attention as its recurrence: the definition that every other form is compared with."""
 
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from longseq.kernels.reading import Reverse
-from longseq.kernels.recurrence import Sequences, run_recurrence, run_segments, token
+from longseq.kernels.recurrence import run_tokens
 from longseq.kernels.slot_attention.activations import ACTIVATIONS
 
 
@@ -32,43 +34,17 @@ def slot_attention_step_torch(
 
 
 def slot_attention_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    *,
-    write: Tensor | None,
-    scale: float,
-    activation: str,
-    initial_state: tuple[Tensor, Tensor] | None,
-    output_final_state: bool,
-    cu_seqlens: Tensor | None,
-    chunk_size: int,
-    reverse: Reverse,
-) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-    """`slot_attention`, one token at a time. `chunk_size` is ignored."""
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, write: Tensor | None, scale: float, activation: str,
+    chunk_size: int, **call: Any,
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:  # fmt: skip
+    """`slot_attention`, one token at a time. `chunk_size` is ignored; `call` is for `run_recurrence`."""
 
-    def recurrence(sequences: Sequences, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        outputs = []
-        for t in range(sequences[0].shape[1]):
-            q_t, k_t, v_t, g_t, write_t = token(sequences, t)
-            o_t, state = slot_attention_step_torch(
-                q_t, k_t, v_t, g_t, state, write=write_t, scale=scale, activation=activation
-            )
-            outputs.append(o_t)
-        return torch.stack(outputs, dim=1), state
+    def step(token: list[Any], state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        q, k, v, g, write = token
+        return slot_attention_step_torch(q, k, v, g, state, write=write, scale=scale, activation=activation)
 
-    return run_recurrence(
-        recurrence,
-        (q, k, v, g, write),
-        initial_state,
-        lambda rows, dtype: empty_slots(k, v, g, rows, dtype),
-        output_dtype=v.dtype,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
-        unpack=run_segments,
-        reverse=reverse,
-    )
+    first = partial(empty_slots, k, v, g)
+    return run_tokens(step, (q, k, v, g, write), state_shape=first, output_dtype=v.dtype, **call)
 
 
 def empty_slots(k: Tensor, v: Tensor, g: Tensor, rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -14,20 +14,10 @@ from longseq.kernels.slot_attention.activations import ACTIVATIONS
 
 
 def slot_attention_triton(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    *,
-    write: Tensor | None,
-    scale: float,
-    activation: str,
-    initial_state: tuple[Tensor, Tensor] | None,
-    output_final_state: bool,
-    cu_seqlens: Tensor | None,
-    chunk_size: int,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, write: Tensor | None, scale: float, activation: str,
+    initial_state: tuple[Tensor, Tensor] | None, output_final_state: bool, cu_seqlens: Tensor | None, chunk_size: int,
     reverse: Reverse,
-) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:  # fmt: skip
     """`slot_attention` in Triton kernels.
 
     `chunk_size` is ignored: the table of launches determines the length of chunks.

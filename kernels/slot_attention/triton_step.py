@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longseq.kernels.custom_op import custom_op
+from longseq.kernels.custom_op import custom_op, results_like
 from longseq.kernels.devices import channels_adjacent
 from longseq.kernels.triton_launch import cdiv, find_launch, launch_options
 from longseq.kernels.triton_steps import UNSPECIALISED, column_tile, load_vector, place, store_vector, strides
@@ -81,18 +81,11 @@ def _step(
     store_vector(output + n * V, column, tl.sum(held * weights[:, None], 0), V, BLOCK_V)
 
 
-@custom_op("slot_attention_step")
+@custom_op("slot_attention_step", results_like(2, 4, 5))
 def slot_attention_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    write: Tensor | None,
-    scale: float,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, keys: Tensor, values: Tensor, write: Tensor | None, scale: float,
     activation: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns o [B, H, V] in v's dtype and the next state, [B, H, M, K] and [B, H, M, V] in float32."""
     q, k, v, g = channels_adjacent(q), channels_adjacent(k), channels_adjacent(v), channels_adjacent(g)
     write = None if write is None else channels_adjacent(write)
@@ -110,22 +103,10 @@ def slot_attention_step(
     return output, keys_after, values_after
 
 
-@slot_attention_step.register_fake
-def _(q, k, v, g, keys, values, write, scale, activation):
-    return v.new_empty(v.shape), keys.new_empty(keys.shape), values.new_empty(values.shape)
-
-
 def slot_attention_step_triton(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    state: tuple[Tensor, Tensor],
-    *,
-    write: Tensor | None,
-    scale: float,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: tuple[Tensor, Tensor], *, write: Tensor | None, scale: float,
     activation: str,
-) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
     """`slot_attention_step` in one Triton kernel."""
     o, keys, values = slot_attention_step(q, k, v, g, *state, write, float(scale), activation)
     return o, (keys, values)

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from longseq.kernels.dispatch import Backend, Call, is_exporting, register_torch, select
+from longseq.kernels.dispatch import Backend, Call, is_exporting, register, select
 from longseq.kernels.operation import Later
 from longseq.kernels.token_choice import choice
 from longseq.kernels.token_choice.fused import name_kind, reasons
@@ -52,8 +52,9 @@ def token_choice(
     return draw(scores, counter, valid, seen, temperature, top_k, top_p, repetition_penalty)
 
 
-register_torch(
+register(
     "token_choice",
     Backend("fused", Later(f"{__name__}.triton_choice", "token_choice_triton"), reasons),
     Backend("torch", choice.token_choice),
+    kind="torch",
 )

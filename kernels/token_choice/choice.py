@@ -9,15 +9,9 @@ _MULTIPLIERS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
 
 
 def token_choice(
-    scores: Tensor,
-    counter: Tensor,
-    valid: Tensor,
-    seen: Tensor | None,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    repetition_penalty: float,
-) -> Tensor:
+    scores: Tensor, counter: Tensor, valid: Tensor, seen: Tensor | None, temperature: float, top_k: int | None,
+    top_p: float | None, repetition_penalty: float,
+) -> Tensor:  # fmt: skip
     """See `longseq.kernels.token_choice.token_choice`."""
     counter.add_(INCREMENT)
     if seen is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -9,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longseq.kernels import first_use
-from longseq.kernels.devices import is_emulated, triton_reasons
+from longseq.kernels.devices import is_emulated, side_stream, triton_reasons
 from longseq.kernels.dispatch import Call
 from longseq.kernels.token_choice import choice
 
@@ -48,10 +48,17 @@ def reasons(call: Call) -> list[str]:
 
 def find_error(index: int, dtype: torch.dtype, kind: str) -> str | None:
     """Draw tokens of random scores on a GPU, and compare them with float64: what is wrong, or None."""
-    what = f"draw tokens ({kind})"
-    return first_use.find_error(
-        index, partial(compare, dtype=dtype, kind=kind), what=what, operation="token_choice", instead="draws"
-    )
+    device = torch.device("cuda", index)
+    try:
+        with torch.cuda.device(device), torch.cuda.stream(side_stream(index)), torch.no_grad():
+            error = compare(device, dtype, kind)
+    except Exception as failure:  # a missing compiler, or a kernel that does not compile
+        error = f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}"
+    if error is not None:
+        place = torch.cuda.get_device_name(device)
+        error = f"the kernel that draws tokens ({kind}) failed its check on {place}: {error}"
+        warnings.warn(f"longseq refuses the fused form of token_choice, and torch draws, slowly: {error}")
+    return error
 
 
 def compare(

@@ -127,15 +127,9 @@ def choose(
 
 
 def token_choice_triton(
-    scores: Tensor,
-    counter: Tensor,
-    valid: Tensor,
-    seen: Tensor | None,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    repetition_penalty: float,
-) -> Tensor:
+    scores: Tensor, counter: Tensor, valid: Tensor, seen: Tensor | None, temperature: float, top_k: int | None,
+    top_p: float | None, repetition_penalty: float,
+) -> Tensor:  # fmt: skip
     """`token_choice` as one kernel; top_k and top_p sort the scores first, by torch."""
     vocabulary = scores.shape[-1]
     is_sorted = top_k is not None or top_p is not None

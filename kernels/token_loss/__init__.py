@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longseq.kernels.checks import check_shapes
 from longseq.kernels.dispatch import Call, is_exporting
 from longseq.kernels.operation import operation
 from longseq.kernels.token_loss.loss import token_loss_torch
@@ -13,11 +14,9 @@ __all__ = ["token_loss"]
 
 
 def _judge(op: str, logits: Tensor, target: Tensor, **_: Any) -> Call:
-    if not is_exporting() and (logits.shape[:-1] != target.shape or target.dtype != torch.int64):
-        raise ValueError(
-            f"token_loss: target is {target.dtype} of shape {tuple(target.shape)}, but must be int64 of shape "
-            f"{tuple(logits.shape[:-1])}, that of the logits without their last dimension"
-        )
+    if target.dtype != torch.int64:
+        raise ValueError(f"{op}: target is {target.dtype}, but must be int64")
+    check_shapes(op, {"target": (target, logits.shape[:-1])})
     return Call(logits.device, logits.dtype, exporting=is_exporting())
 
 

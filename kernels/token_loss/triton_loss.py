@@ -60,12 +60,16 @@ def _block(vocabulary: int) -> int:
     return min(BLOCK, next_power_of_2(vocabulary))
 
 
-@custom_op("token_loss")
+def _allocate(logits: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    losses = logits.new_empty(target.shape, dtype=torch.float32)
+    return losses, torch.empty_like(losses)
+
+
+@custom_op("token_loss", _allocate)
 def token_loss(logits: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
     """The loss of each token, and the logarithm of the sum of its logits' exponentials, [...] in float32."""
     rows = as_rows(logits)
-    losses = logits.new_empty(target.shape, dtype=torch.float32)
-    sums = torch.empty_like(losses)
+    losses, sums = _allocate(logits, target, ignore_index)
     if rows.shape[0]:
         find_launch(
             measure_loss, rows.device, rows.shape[0], (rows.shape[1], rows.stride(0), ignore_index),
@@ -74,13 +78,7 @@ def token_loss(logits: Tensor, target: Tensor, ignore_index: int) -> tuple[Tenso
     return losses, sums
 
 
-@token_loss.register_fake
-def _(logits, target, ignore_index):
-    losses = logits.new_empty(target.shape, dtype=torch.float32)
-    return losses, torch.empty_like(losses)
-
-
-@custom_op("token_loss_backward")
+@token_loss.gradient("logits", outputs=1)
 def token_loss_backward(logits: Tensor, target: Tensor, sums: Tensor, d_losses: Tensor, ignore_index: int) -> Tensor:
     """The gradient of the logits."""
     rows = as_rows(logits)
@@ -93,23 +91,6 @@ def token_loss_backward(logits: Tensor, target: Tensor, sums: Tensor, d_losses: 
             BLOCK=block, **launch_options(WARPS),
         )(rows, target.contiguous(), sums, d_losses.contiguous(), d_logits)  # fmt: skip
     return d_logits
-
-
-@token_loss_backward.register_fake
-def _(logits, target, sums, d_losses, ignore_index):
-    return logits.new_empty(logits.shape)
-
-
-def _setup_context(ctx, inputs, output):
-    logits, target, ctx.ignore_index = inputs
-    ctx.save_for_backward(logits, target, output[1])
-
-
-def _differentiate(ctx, d_losses, _):
-    return token_loss_backward(*ctx.saved_tensors, d_losses, ctx.ignore_index), None, None
-
-
-token_loss.register_autograd(_differentiate, setup_context=_setup_context)
 
 
 def token_loss_triton(logits: Tensor, target: Tensor, *, ignore_index: int) -> Tensor:

@@ -82,26 +82,16 @@ def variational_linear_attention(
     Shapes: q, k, u [B, T, H, K]; v, o [B, T, H, V]; mask [B, T], True at real tokens; states (S [B, H, K, V], A [B, H,
     K, K], z [B, H, K], steps [B] int64), at first zero but for A = I / lambda0.
 
-    Packing: `cu_seqlens` [N + 1] holds 0 and the end of each packed sequence; B is 1 and states have one row for each
-    sequence.
-
-    Direction: with `reverse` sequences are read from their last token to their first. The initial state is then the one
-    behind the last token, and the final state the one at the first token. With reverse="second_half" the second half of
-    the rows of the batch is read backward, and the first half forward.
+    Packing, direction, inf and NaN: see `longseq.kernels`.
 
     Precision: arithmetic and state are float32, or float64 for float64 inputs; o has v's dtype. For bfloat16 the triton
     backend multiplies numbers of 11 bits. Where a key is repeated and a v is 100 times or more larger than the others,
     the gradients of u before it are small differences of large numbers: they are off by 0.7 percent, and in one case of
     ten by 2 to 7 percent. The torch backend's are off by 0.2 percent.
 
-    `chunk_size`, a power of two, changes speed and memory but not the result.
-
-    Returns (o, final state or None).
+    Returns (o, final state or None). `chunk_size` is a power of two.
 
     Raises ValueError for inputs that do not fit and for a backend that cannot run them.
-
-    inf and NaN stay in their row and head, and in their packed sequence. There they reach all later tokens, and earlier
-    ones of their chunk (see `longseq.kernels`).
 
     Source: Pandey and Singh 2026, "Variational Linear Attention", Algorithm 1.
     """

@@ -4,36 +4,22 @@ A pass of recursive least squares finds α_t = A_t k̂_t, the delta rule writes 
 the keys normalises. The gradient is that of the parts.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from longseq.kernels.delta_rule.chunk import delta_rule_chunk
-from longseq.kernels.reading import Reverse
 from longseq.kernels.recurrence import Sequences, State, run_padded, run_recurrence
 from longseq.kernels.recursive_least_squares.chunk import recursive_least_squares_chunk
 from longseq.kernels.variational_linear_attention.reference import VariationalState, first_state, unit
 
 
 def variational_linear_attention_chunk(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    u: Tensor | None,
-    *,
-    count: Tensor,
-    lambda0: float,
-    refresh_period: int | None,
-    refresh: float,
-    eps: float,
-    normalize_key: bool,
-    normalize_alpha: bool,
-    normalizer: bool,
-    initial_state: VariationalState | None,
-    output_final_state: bool,
-    cu_seqlens: Tensor | None,
-    chunk_size: int,
-    reverse: Reverse,
-) -> tuple[Tensor, VariationalState | None]:
+    q: Tensor, k: Tensor, v: Tensor, u: Tensor | None, *, count: Tensor, lambda0: float, refresh_period: int | None,
+    refresh: float, eps: float, normalize_key: bool, normalize_alpha: bool, normalizer: bool, chunk_size: int,
+    **call: Any,
+) -> tuple[Tensor, VariationalState | None]:  # fmt: skip
     """`variational_linear_attention` in chunks."""
 
     def core(sequences: Sequences, state: State) -> tuple[Tensor, State]:
@@ -41,35 +27,19 @@ def variational_linear_attention_chunk(
         u, count = sequences[3:]
         q, k, v = (x.to(S.dtype) for x in sequences[:3])
         read = unit(k) if normalize_key else k
+        part: dict[str, Any] = {
+            "output_final_state": True, "cu_seqlens": None, "chunk_size": chunk_size, "reverse": False,
+        }  # fmt: skip
+        directions = torch.zeros_like(read) if u is None else u
         alpha, inverse = recursive_least_squares_chunk(
-            read,
-            torch.zeros_like(read) if u is None else u,
-            count=count,
-            lambda0=lambda0,
-            refresh_period=None if u is None else refresh_period,
-            refresh=refresh,
-            initial_state=None if initial_state is None else (A, steps),
-            output_final_state=True,
-            cu_seqlens=None,
-            chunk_size=chunk_size,
-            reverse=False,
-        )
+            read, directions, count=count, lambda0=lambda0, refresh_period=None if u is None else refresh_period,
+            refresh=refresh, initial_state=None if call["initial_state"] is None else (A, steps), **part,
+        )  # fmt: skip
+        write = unit(alpha) if normalize_alpha else alpha
         o, memory = delta_rule_chunk(
-            q,
-            read,
-            v,
-            None,
-            write_key=unit(alpha) if normalize_alpha else alpha,
-            value_key=None,
-            g=None,
-            read_before_decay=False,
-            scale=1.0,
-            initial_state=S,
-            output_final_state=True,
-            cu_seqlens=None,
-            chunk_size=chunk_size,
-            reverse=False,
-        )
+            q, read, v, None, write_key=write, value_key=None, g=None, read_before_decay=False, scale=1.0,
+            initial_state=S, **part,
+        )  # fmt: skip
         assert inverse is not None
         assert memory is not None
         sums = z[:, None] + k.cumsum(1)
@@ -80,11 +50,8 @@ def variational_linear_attention_chunk(
     return run_recurrence(
         core,
         (q, k, v, u, count),
-        initial_state,
-        first_state(k, v, lambda0),
+        state_shape=first_state(k, v, lambda0),
         output_dtype=v.dtype,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
         unpack=run_padded,
-        reverse=reverse,
+        **call,
     )

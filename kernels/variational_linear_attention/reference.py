@@ -1,6 +1,7 @@
 """Variational linear attention as its recurrence: the definition that every other form is compared with."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,7 +9,7 @@ from torch import Tensor
 from longseq.kernels.delta_rule.reference import delta_rule_step_torch
 from longseq.kernels.orthogonal_recurrence.reference import mend_squares
 from longseq.kernels.reading import Reverse
-from longseq.kernels.recurrence import Sequences, each, run_recurrence, run_segments, token
+from longseq.kernels.recurrence import each, run_tokens
 from longseq.kernels.recursive_least_squares.reference import first_state as first_inverse_state
 from longseq.kernels.recursive_least_squares.reference import recursive_least_squares_step_torch
 
@@ -45,57 +46,25 @@ def variational_linear_attention_step_torch(
 
 
 def variational_linear_attention_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    u: Tensor | None,
-    *,
-    count: Tensor,
-    lambda0: float,
-    refresh_period: int | None,
-    refresh: float,
-    eps: float,
-    normalize_key: bool,
-    normalize_alpha: bool,
-    normalizer: bool,
-    initial_state: VariationalState | None,
-    output_final_state: bool,
-    cu_seqlens: Tensor | None,
-    chunk_size: int,
-    reverse: Reverse,
-) -> tuple[Tensor, VariationalState | None]:
-    """`variational_linear_attention`, one token at a time. `chunk_size` is ignored."""
+    q: Tensor, k: Tensor, v: Tensor, u: Tensor | None, *, count: Tensor, lambda0: float, chunk_size: int,
+    initial_state: VariationalState | None, output_final_state: bool, cu_seqlens: Tensor | None, reverse: Reverse,
+    **options: Any,
+) -> tuple[Tensor, VariationalState | None]:  # fmt: skip
+    """`variational_linear_attention`, one token at a time. `chunk_size` is ignored; `options` are those of a step."""
 
-    def recurrence(sequences: Sequences, state: VariationalState) -> tuple[Tensor, VariationalState]:
-        outputs = []
-        for t in range(sequences[0].shape[1]):
-            q_t, k_t, v_t, u_t, count_t = token(sequences, t)
-            o_t, after = variational_linear_attention_step_torch(
-                q_t,
-                k_t,
-                v_t,
-                u_t,
-                state=state,
-                refresh_period=refresh_period,
-                refresh=refresh,
-                eps=eps,
-                normalize_key=normalize_key,
-                normalize_alpha=normalize_alpha,
-                normalizer=normalizer,
-            )
-            state = each(lambda new, old, real=count_t > 0: torch.where(_like(real, new), new, old), after, state)
-            outputs.append(o_t)
-        return torch.stack(outputs, dim=1), state
+    def step(token: list[Any], state: VariationalState) -> tuple[Tensor, VariationalState]:
+        *tensors, count_t = token
+        o, after = variational_linear_attention_step_torch(*tensors, state=state, **options)
+        return o, each(lambda new, old: torch.where(_like(count_t > 0, new), new, old), after, state)
 
-    return run_recurrence(
-        recurrence,
+    return run_tokens(
+        step,
         (q, k, v, u, count),
-        initial_state,
-        first_state(k, v, lambda0),
+        initial_state=initial_state,
+        state_shape=first_state(k, v, lambda0),
         output_dtype=v.dtype,
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
-        unpack=run_segments,
         reverse=reverse,
     )
 

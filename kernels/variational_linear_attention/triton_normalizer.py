@@ -8,20 +8,14 @@ gradient of the quotient and Z the gradient of the last z,
     dq_t = dn_t z_t                   dk_t = dz_t = Σ_{s>=t} dn_s q_s + Z
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from longseq.kernels.triton_launch import (
-    block_width,
-    count_sequences,
-    count_slots,
-    find_launch,
-    launch_options,
-    sequence_of_slots,
-    strides,
-)
+from longseq.kernels.triton_launch import Prepared, block_width, count_slots, find_launch, launch_options
 from longseq.kernels.triton_tiles import (
     SIZES_AND_STRIDES,
     direction,
@@ -188,112 +182,22 @@ def differentiate_keys(
         tl.store(d_initial + state + e, after + tl.sum(query, 0), mask=e < K)
 
 
-def _constants(k: Tensor, cu_seqlens: Tensor | None, reverse: int, value_dim: int = 0) -> dict[str, object]:
-    """The compile-time arguments and options of a kernel; those of values, too, unless `value_dim` is 0."""
+def find_launch_of_chunks(
+    kernel: Any, k: Tensor, sums: Tensor, numbers: tuple[float, ...], cu_seqlens: Tensor | None, reverse: int,
+    value_dim: int = 0, **constants: int,
+) -> Prepared:  # fmt: skip
+    """The launch of a kernel for the chunks of k, of which `sums` has a row for each."""
     key_dim = k.shape[3]
-    constants: dict[str, object] = {"K": key_dim, "PACKED": cu_seqlens is not None, "REVERSE": reverse}
-    constants |= {"CHUNK": CHUNK, "BLOCK": block_width(key_dim)}
     if value_dim:
         constants |= {"V": value_dim, "BLOCK_V": block_width(value_dim)}
-    return constants | launch_options(4 if max(key_dim, value_dim) <= 64 else 8)
-
-
-def divide_by_keys(
-    values: Tensor,
-    q: Tensor,
-    k: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    reverse: int,
-    eps: float,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The quotients, the last z, and what the backward pass needs: n and the sums of each chunk's keys.
-
-    `values` are o [B, T, H, V] in float32. The quotients are [B, T, H, V] in `dtype`, z is [B or segments, H, K] and n
-    is [B, T, H], both in float32.
-    """
-    batch, tokens, heads = k.shape[:3]
-    slots = count_slots(batch, tokens, CHUNK, cu_seqlens)
-    sequence_of = sequence_of_slots(slots, CHUNK, tokens, cu_seqlens)
-    products = values.new_empty((batch, tokens, heads))
-    sums, final = allocate_sums(k, cu_seqlens), _state(values, k, cu_seqlens)
-    output = values.new_empty(values.shape, dtype=dtype)
-    find_launch(
-        sum_keys, k.device, slots * heads, (tokens, heads, *strides(k)),
-        **_constants(k, cu_seqlens, reverse),
-    )(k, cu_seqlens, sequence_of, sums)  # fmt: skip
-    find_launch(
-        divide, values.device, slots * heads, (eps, tokens, heads, *strides(values), *strides(q), *strides(k)),
-        HAS_INITIAL=initial_state is not None, STEP=STEP, **_constants(k, cu_seqlens, reverse, values.shape[3]),
-    )(values, q, k, initial_state, cu_seqlens, sequence_of, sums, output, products, final)  # fmt: skip
-    return output, final, products, sums
+    return find_launch(
+        kernel, k.device, sums.shape[0] * k.shape[2], numbers,
+        K=key_dim, PACKED=cu_seqlens is not None, REVERSE=reverse, CHUNK=CHUNK, BLOCK=block_width(key_dim),
+        **constants, **launch_options(4 if kernel is not differentiate_keys and max(key_dim, value_dim) <= 64 else 8),
+    )  # fmt: skip
 
 
 def allocate_sums(k: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """An empty tensor for the sums of each chunk's keys, [slots, H, K] in float32."""
     slots = count_slots(k.shape[0], k.shape[1], CHUNK, cu_seqlens)
     return k.new_empty((slots, *k.shape[2:]), dtype=torch.float32)
-
-
-def _state(values: Tensor, k: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    return values.new_empty((count_sequences(k.shape[0], cu_seqlens), *k.shape[2:]))
-
-
-def divide_by_keys_backward(
-    values: Tensor,
-    q: Tensor,
-    cu_seqlens: Tensor | None,
-    reverse: int,
-    products: Tensor,
-    sums: Tensor,
-    d_output: Tensor,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of the values and of n, and the sums of dn q of each chunk."""
-    tokens, heads = q.shape[1:3]
-    sequence_of = sequence_of_slots(sums.shape[0], CHUNK, tokens, cu_seqlens)
-    d_values, d_products, d_sums = (torch.empty_like(x) for x in (values, products, sums))
-    find_launch(
-        differentiate_values, values.device, sums.shape[0] * heads,
-        (eps, tokens, heads, *strides(values), *strides(q), *strides(d_output)),
-        **_constants(q, cu_seqlens, reverse, values.shape[3]),
-    )(values, q, cu_seqlens, sequence_of, products, d_output, d_values, d_products, d_sums)  # fmt: skip
-    return d_values, d_products, d_sums
-
-
-def add_gradients_of_keys(
-    q: Tensor,
-    k: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    reverse: int,
-    sums: Tensor,
-    d_products: Tensor,
-    d_sums: Tensor,
-    d_final: Tensor | None,
-    d_query: Tensor,
-    d_read: Tensor,
-    d_solved: Tensor,
-    normalize_key: bool,
-    normalize_alpha: bool,
-    wants_q: bool,
-    wants_k: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The complete gradients of q, k and the first z (in float32): from n, the query, and both uses of the keys.
-
-    Those of q and k are empty if not wanted.
-    """
-    tokens, heads = k.shape[1:3]
-    sequence_of = sequence_of_slots(sums.shape[0], CHUNK, tokens, cu_seqlens)
-    d_q, d_k = q.new_empty(q.shape if wants_q else (0,)), k.new_empty(k.shape if wants_k else (0,))
-    d_initial = _state(sums, k, cu_seqlens)
-    find_launch(
-        differentiate_keys, q.device, sums.shape[0] * heads, (tokens, heads, *strides(q), *strides(k)),
-        HAS_INITIAL=initial_state is not None, HAS_FINAL=d_final is not None, UNIT=normalize_key,
-        OF_KEY=normalize_alpha, STEP=STEP, **_constants(k, cu_seqlens, reverse) | launch_options(8),
-    )(
-        q, k, initial_state, cu_seqlens, sequence_of, sums, d_products, d_sums, d_final, d_query, d_read, d_solved,
-        d_q if wants_q else None, d_k if wants_k else None, d_initial,
-    )  # fmt: skip
-    return d_q, d_k, d_initial

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longseq.kernels.custom_op import custom_op
+from longseq.kernels.custom_op import custom_op, results_like
 from longseq.kernels.delta_rule.triton_step import write_and_read
 from longseq.kernels.devices import channels_adjacent
 from longseq.kernels.recursive_least_squares.triton_step import update_inverse
@@ -56,23 +56,11 @@ def _step(
         store_vector(sums_after + n * K, 0, z, K, BLOCK_K)
 
 
-@custom_op("variational_linear_attention_step")
+@custom_op("variational_linear_attention_step", results_like(2, 4, 5, 6, 7))
 def variational_linear_attention_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    u: Tensor | None,
-    S: Tensor,
-    A: Tensor,
-    z: Tensor,
-    steps: Tensor,
-    refresh_period: int,
-    refresh: float,
-    eps: float,
-    normalize_key: bool,
-    normalize_alpha: bool,
-    normalizer: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, u: Tensor | None, S: Tensor, A: Tensor, z: Tensor, steps: Tensor,
+    refresh_period: int, refresh: float, eps: float, normalize_key: bool, normalize_alpha: bool, normalizer: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns o [B, H, V] in v's dtype, the next S, A and z in float32, and the next steps."""
     q, k, v, S, z = channels_adjacent(q), channels_adjacent(k), channels_adjacent(v), S.contiguous(), z.contiguous()
     alpha, A_after, steps_after = update_inverse(
@@ -90,25 +78,11 @@ def variational_linear_attention_step(
     return output, S_after, A_after, z_after, steps_after
 
 
-@variational_linear_attention_step.register_fake
-def _(q, k, v, u, S, A, z, steps, refresh_period, refresh, eps, normalize_key, normalize_alpha, normalizer):
-    return v.new_empty(v.shape), *(x.new_empty(x.shape) for x in (S, A, z, steps))
-
-
 def variational_linear_attention_step_triton(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    u: Tensor | None,
-    *,
-    state: tuple[Tensor, Tensor, Tensor, Tensor],
-    refresh_period: int | None,
-    refresh: float,
-    eps: float,
-    normalize_key: bool,
-    normalize_alpha: bool,
+    q: Tensor, k: Tensor, v: Tensor, u: Tensor | None, *, state: tuple[Tensor, Tensor, Tensor, Tensor],
+    refresh_period: int | None, refresh: float, eps: float, normalize_key: bool, normalize_alpha: bool,
     normalizer: bool,
-) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
     """`variational_linear_attention_step` in Triton kernels."""
     period = 0 if u is None else refresh_period or 0
     constants = float(refresh), float(eps), normalize_key, normalize_alpha, normalizer

@@ -7,10 +7,12 @@ float16 this would lose more than the rounding of the result. If normalize_alpha
 normalisation: α̂ is the same for both.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from longseq.kernels.custom_op import custom_op
+from longseq.kernels.custom_op import Gradients, custom_op
 from longseq.kernels.delta_rule.triton_delta import delta_rule, delta_rule_backward
 from longseq.kernels.devices import channels_adjacent
 from longseq.kernels.precision import without_autocast
@@ -21,13 +23,17 @@ from longseq.kernels.recursive_least_squares.triton_least_squares import (
     recursive_least_squares,
     recursive_least_squares_backward,
 )
-from longseq.kernels.triton_launch import count_sequences
+from longseq.kernels.triton_launch import count_sequences, sequence_of_slots, strides
 from longseq.kernels.variational_linear_attention.reference import VariationalState
 from longseq.kernels.variational_linear_attention.triton_normalizer import (
-    add_gradients_of_keys,
+    CHUNK,
+    STEP,
     allocate_sums,
-    divide_by_keys,
-    divide_by_keys_backward,
+    differentiate_keys,
+    differentiate_values,
+    divide,
+    find_launch_of_chunks,
+    sum_keys,
 )
 from longseq.kernels.variational_linear_attention.triton_unit import unit, unit_backward
 
@@ -36,25 +42,28 @@ def _precision(v: Tensor) -> str:
     return "tf32" if v.dtype == torch.bfloat16 else "tf32x3"
 
 
-@custom_op("variational_linear_attention")
+def _allocate(
+    q, k, v, u, added, S, A, z, cu_seqlens, lambda0, reverse, eps, normalize_key, normalize_alpha, normalizer, save
+):
+    half = _half(v, normalize_key, normalize_alpha)
+    read = torch.empty_like(k, dtype=torch.float16 if half else torch.float32)
+    strength, value = torch.empty_like(k[..., 0]), v.new_empty(v.shape, dtype=torch.float32)
+    alpha, inverse, *found = recursive_least_squares(
+        k, _directions(k, u), added, A, cu_seqlens, lambda0, reverse, _precision(v), torch.float32
+    )
+    o, memory, kept = delta_rule(q, read, value, strength, read, None, S, cu_seqlens, 1.0, reverse, half, save)
+    units = [torch.empty_like(read) for normalized in (normalize_key, normalize_alpha) if normalized]
+    products, key_sums = alpha.new_empty(alpha.shape[:3]), allocate_sums(k, cu_seqlens)
+    kept = [*units, alpha, o, products, key_sums, *found, *kept] if save else []
+    return v.new_empty(v.shape), memory, inverse, _sums(k, cu_seqlens), kept
+
+
+@custom_op("variational_linear_attention", _allocate)
 def variational_linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    u: Tensor | None,
-    added: Tensor | None,
-    S: Tensor | None,
-    A: Tensor | None,
-    z: Tensor | None,
-    cu_seqlens: Tensor | None,
-    lambda0: float,
-    reverse: int,
-    eps: float,
-    normalize_key: bool,
-    normalize_alpha: bool,
-    normalizer: bool,
-    save: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+    q: Tensor, k: Tensor, v: Tensor, u: Tensor | None, added: Tensor | None, S: Tensor | None, A: Tensor | None,
+    z: Tensor | None, cu_seqlens: Tensor | None, lambda0: float, reverse: int, eps: float, normalize_key: bool,
+    normalize_alpha: bool, normalizer: bool, save: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """Returns o in v's type, the final S, A and z in float32, and if `save` what the backward pass needs.
 
     `added` [B, T] in float32 is what a refresh adds to the diagonal of A after each token, in the order of reading.
@@ -80,27 +89,20 @@ def variational_linear_attention(
         write = unit(alpha, unit_dtype) if normalize_alpha else alpha
         strength = torch.ones_like(k[..., 0])
         o, memory, kept = delta_rule(q, read, v.float(), strength, write, None, S, cu_seqlens, 1.0, reverse, half, save)
-        # Without the normaliser, the call is needed for the last z only.
+        # The quotients, the last z, and what the backward pass needs: n and the sums of each chunk's keys. Without the
+        # normaliser, this is needed for the last z only.
         values = o if normalizer else torch.zeros_like(o)
-        quotient, sums, products, key_sums = divide_by_keys(values, q, k, z, cu_seqlens, reverse, eps, v.dtype)
+        products, key_sums, sums = o.new_empty(o.shape[:3]), allocate_sums(k, cu_seqlens), _sums(k, cu_seqlens)
+        quotient, sequence_of = values.new_empty(values.shape, dtype=v.dtype), _sequences(k, key_sums, cu_seqlens)
+        call = k, key_sums, (*k.shape[1:3], *strides(k)), cu_seqlens, reverse
+        find_launch_of_chunks(sum_keys, *call)(k, cu_seqlens, sequence_of, key_sums)
+        numbers = eps, *k.shape[1:3], *strides(values), *strides(q), *strides(k)
+        find_launch_of_chunks(
+            divide, k, key_sums, numbers, cu_seqlens, reverse, v.shape[3], HAS_INITIAL=z is not None, STEP=STEP
+        )(values, q, k, z, cu_seqlens, sequence_of, key_sums, quotient, products, sums)
         o = quotient if normalizer else o.to(v.dtype, copy=True)
     units = [*([read] if normalize_key else []), *([write] if normalize_alpha else [])]
     return o, memory, inverse, sums, [*units, alpha, values, products, key_sums, *found, *kept] if save else []
-
-
-@variational_linear_attention.register_fake
-def _(q, k, v, u, added, S, A, z, cu_seqlens, lambda0, reverse, eps, normalize_key, normalize_alpha, normalizer, save):
-    half = _half(v, normalize_key, normalize_alpha)
-    read = torch.empty_like(k, dtype=torch.float16 if half else torch.float32)
-    strength, value = torch.empty_like(k[..., 0]), v.new_empty(v.shape, dtype=torch.float32)
-    alpha, inverse, *found = recursive_least_squares(
-        k, _directions(k, u), added, A, cu_seqlens, lambda0, reverse, _precision(v), torch.float32
-    )
-    o, memory, kept = delta_rule(q, read, value, strength, read, None, S, cu_seqlens, 1.0, reverse, half, save)
-    units = [torch.empty_like(read) for normalized in (normalize_key, normalize_alpha) if normalized]
-    products, key_sums = alpha.new_empty(alpha.shape[:3]), allocate_sums(k, cu_seqlens)
-    kept = [*units, alpha, o, products, key_sums, *found, *kept] if save else []
-    return v.new_empty(v.shape), memory, inverse, _sums(k, cu_seqlens), kept
 
 
 def _directions(k: Tensor, u: Tensor | None) -> Tensor:
@@ -112,33 +114,34 @@ def _half(v: Tensor, normalize_key: bool, normalize_alpha: bool) -> bool:
     return v.dtype == torch.bfloat16 and normalize_key and normalize_alpha
 
 
-@custom_op("variational_linear_attention_backward")
-def variational_linear_attention_backward(
-    q: Tensor,
-    k: Tensor,
-    u: Tensor | None,
-    added: Tensor | None,
-    z: Tensor | None,
-    cu_seqlens: Tensor | None,
-    kept: list[Tensor],
-    d_output: Tensor,
-    d_memory: Tensor | None,
-    d_inverse: Tensor | None,
-    d_last: Tensor | None,
-    reverse: int,
-    eps: float,
-    normalize_key: bool,
-    normalize_alpha: bool,
-    normalizer: bool,
-    wanted: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of q, k, v, u and of the first S, A and z (these three in float32), empty for those not wanted.
+def _allocate_gradients(
+    q: Tensor, k: Tensor, u: Tensor | None, added: Tensor | None, z: Tensor | None, cu_seqlens: Tensor | None,
+    kept: list[Tensor], d_output: Tensor, *options: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Empty tensors for the gradients, as `variational_linear_attention_backward` returns them."""
+    state, dtype = _sums(k, cu_seqlens).shape, torch.float32
+    directions = k.dtype if u is None else u.dtype
+    shapes: list[Any] = [
+        (q.shape, q.dtype),
+        (k.shape, k.dtype),
+        (d_output.shape, d_output.dtype),
+        (k.shape, directions),
+    ]
+    shapes += [((*state, d_output.shape[3]), dtype), ((*state, k.shape[3]), dtype), (state, dtype)]
+    pairs = zip(shapes, options[-1], strict=True)
+    return tuple(q.new_empty(shape if want else (0,), dtype=dtype) for (shape, dtype), want in pairs)
 
-    `wanted` has the same order. An absent u is not wanted.
-    """
-    wants_q, wants_k, wants_v, wants_u, wants_S, wants_A, wants_z = wanted
+
+@variational_linear_attention.gradient("q k v u S A z", fake=_allocate_gradients)
+def variational_linear_attention_backward(
+    q: Tensor, k: Tensor, u: Tensor | None, added: Tensor | None, z: Tensor | None, cu_seqlens: Tensor | None,
+    kept: list[Tensor], d_output: Tensor, d_memory: Tensor | None, d_inverse: Tensor | None, d_last: Tensor | None,
+    reverse: int, eps: float, normalize_key: bool, normalize_alpha: bool, normalizer: bool, wanted: list[bool],
+) -> Gradients:  # fmt: skip
+    """The gradients of q, k, v, u and of the first S, A and z (these three in float32). An absent u is not wanted."""
+    wants_q, wants_k, wants_v, wants_u, _, wants_A, wants_z = wanted
     rest = wants_k or wants_u or wants_A  # what k̂ and α depend on
-    d_q, d_k, no_d_v, d_u, no_d_S, d_A, d_z = _allocate_gradients(q, k, u, d_output, 0, [False] * 7)
+    d_q = d_k = d_u = d_A = d_z = None
     q, k, d_output = channels_adjacent(q), channels_adjacent(k), channels_adjacent(d_output)
     z, d_last = (None if x is None else x.contiguous() for x in (z, d_last))
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
@@ -149,9 +152,12 @@ def variational_linear_attention_backward(
     found, kept = kept[:3], kept[3:]
     half = _half(d_output, normalize_key, normalize_alpha)
     with torch.cuda.device_of(q):
+        sequence_of = _sequences(k, key_sums, cu_seqlens)
         if normalizer:
-            d_values, d_products, d_sums = divide_by_keys_backward(
-                values, q, cu_seqlens, reverse, products, key_sums, d_output, eps
+            d_values, d_products, d_sums = (torch.empty_like(x) for x in (values, products, key_sums))
+            numbers = eps, *k.shape[1:3], *strides(values), *strides(q), *strides(d_output)
+            find_launch_of_chunks(differentiate_values, k, key_sums, numbers, cu_seqlens, reverse, values.shape[3])(
+                values, q, cu_seqlens, sequence_of, products, d_output, d_values, d_products, d_sums
             )
         else:
             d_values, d_products, d_sums = d_output.float(), torch.zeros_like(products), torch.zeros_like(key_sums)
@@ -167,90 +173,34 @@ def variational_linear_attention_backward(
                 reverse, _precision(d_output), [wants_k, wants_u, wants_A],
             )  # fmt: skip
         if wants_q or wants_k or wants_z:
-            d_q, d_k, d_sum = add_gradients_of_keys(
-                q, k, z, cu_seqlens, reverse, key_sums, d_products, d_sums, d_last, d_query, d_read, d_solved,
-                normalize_key, normalize_alpha, wants_q, wants_k,
+            # The complete gradients: from n, the query, and both uses of the keys.
+            d_q, d_k = q.new_empty(q.shape) if wants_q else None, k.new_empty(k.shape) if wants_k else None
+            d_z = _sums(k, cu_seqlens)
+            find_launch_of_chunks(
+                differentiate_keys, k, key_sums, (*k.shape[1:3], *strides(q), *strides(k)), cu_seqlens, reverse,
+                HAS_INITIAL=z is not None, HAS_FINAL=d_last is not None, UNIT=normalize_key, OF_KEY=normalize_alpha,
+                STEP=STEP,
+            )(
+                q, k, z, cu_seqlens, sequence_of, key_sums, d_products, d_sums, d_last, d_query, d_read, d_solved,
+                d_q, d_k, d_z,
             )  # fmt: skip
-            d_z = d_sum if wants_z else d_z
-    d_v = d_v.to(d_output.dtype, copy=True) if wants_v else no_d_v
-    return d_q, d_k, d_v, d_u, d_S if wants_S else no_d_S, d_A, d_z
+    return d_q, d_k, d_v.to(d_output.dtype, copy=True) if wants_v else None, d_u, d_S, d_A, d_z
 
 
-@variational_linear_attention_backward.register_fake
-def _(q, k, u, added, z, cu_seqlens, kept, d_output, d_memory, d_inverse, d_last, *options):
-    return _allocate_gradients(q, k, u, d_output, count_sequences(k.shape[0], cu_seqlens), options[-1])
-
-
-def _allocate_gradients(
-    q: Tensor, k: Tensor, u: Tensor | None, d_output: Tensor, sequences: int, wanted: list[bool]
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Empty tensors for the gradients of q, k, v, u and the first S, A and z; without numbers for those not wanted."""
-
-    def allocate(number: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
-        return q.new_empty(shape if wanted[number] else (0,), dtype=dtype)
-
-    state = (sequences, *k.shape[2:])
-    return (
-        allocate(0, q.shape, q.dtype),
-        allocate(1, k.shape, k.dtype),
-        allocate(2, d_output.shape, d_output.dtype),
-        allocate(3, k.shape, k.dtype if u is None else u.dtype),
-        allocate(4, (*state, d_output.shape[3])),
-        allocate(5, (*state, k.shape[3])),
-        allocate(6, state),
-    )
+def _sequences(k: Tensor, sums: Tensor, cu_seqlens: Tensor | None) -> Tensor | None:
+    return sequence_of_slots(sums.shape[0], CHUNK, k.shape[1], cu_seqlens)
 
 
 def _sums(k: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     return k.new_empty((count_sequences(k.shape[0], cu_seqlens), *k.shape[2:]), dtype=torch.float32)
 
 
-def _setup_context(ctx, inputs, output):
-    q, k, _, u, added, S, A, z, cu_seqlens, _, *options, _ = inputs
-    ctx.save_for_backward(q, k, u, added, z, cu_seqlens, *output[4])
-    ctx.options = options
-    ctx.dtypes = [None if x is None else x.dtype for x in (S, A, z)]
-    ctx.output_like = output[0].shape, output[0].dtype
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx, d_output, d_memory, d_inverse, d_last, *_):
-    q, k, u, added, z, cu_seqlens, *kept = ctx.saved_tensors
-    if d_output is None:
-        shape, dtype = ctx.output_like
-        d_output = q.new_zeros(shape, dtype=dtype)
-    wanted = [*ctx.needs_input_grad[:4], *ctx.needs_input_grad[5:8]]  # without `added`
-    gradients = variational_linear_attention_backward(
-        q, k, u, added, z, cu_seqlens, kept, d_output, d_memory, d_inverse, d_last, *ctx.options, wanted
-    )
-    d_q, d_k, d_v, d_u, *d_states = (d if want else None for d, want in zip(gradients, wanted, strict=True))
-    d_states = [None if d is None else d.to(dtype) for d, dtype in zip(d_states, ctx.dtypes, strict=True)]
-    return d_q, d_k, d_v, d_u, None, *d_states, *(None,) * 8
-
-
-variational_linear_attention.register_autograd(_differentiate, setup_context=_setup_context)
-
-
 def variational_linear_attention_triton(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    u: Tensor | None,
-    *,
-    count: Tensor,
-    lambda0: float,
-    refresh_period: int | None,
-    refresh: float,
-    eps: float,
-    normalize_key: bool,
-    normalize_alpha: bool,
-    normalizer: bool,
-    initial_state: VariationalState | None,
-    output_final_state: bool,
-    cu_seqlens: Tensor | None,
-    chunk_size: int,
+    q: Tensor, k: Tensor, v: Tensor, u: Tensor | None, *, count: Tensor, lambda0: float, refresh_period: int | None,
+    refresh: float, eps: float, normalize_key: bool, normalize_alpha: bool, normalizer: bool,
+    initial_state: VariationalState | None, output_final_state: bool, cu_seqlens: Tensor | None, chunk_size: int,
     reverse: Reverse,
-) -> tuple[Tensor, VariationalState | None]:
+) -> tuple[Tensor, VariationalState | None]:  # fmt: skip
     """`variational_linear_attention` in Triton kernels.
 
     `chunk_size` is ignored: the tables of launches determine the length of chunks.

@@ -15,6 +15,7 @@ from longseq.kernels import dispatch, explain, linear_attention, linear_attentio
 def scratch_op(monkeypatch):
     """An operation with a backend that wants an even K, and one that runs everything."""
     monkeypatch.setattr(dispatch, "_BACKENDS", {})
+    monkeypatch.setattr(dispatch, "_KINDS", {})
 
     def even(call):
         return [f"K is {call.sizes['K']}, but must be even"] if call.sizes.get("K", 0) % 2 else []
@@ -98,7 +99,7 @@ def test_a_switch_checks_segments_that_kernels_take_as_they_are(interpreted, mon
 
 def test_triton_kernels_refuse_amd_gpus_which_torch_calls_cuda(monkeypatch):
     monkeypatch.setattr("longseq.kernels.devices.TRITON_IS_INSTALLED", True)
-    names = [*list_ops(), *dispatch.list_local_ops(), *(f"{op}_step" for op in dispatch.list_stepped_ops())]
+    names = [*list_ops(), *dispatch.list_ops("local"), *(f"{op}_step" for op in dispatch.list_stepped_ops())]
     names = [op for op in names if "triton" in explain(op)]
     assert len(names) > 20
     assert not any(explain(op, device="cuda")["triton"] for op in names)

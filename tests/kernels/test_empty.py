@@ -1,4 +1,4 @@
-"""Calls without rows, tokens or heads: empty results of the right shapes, states passed on, and gradients."""
+"""Calls without rows or tokens: empty results of the right shapes, states passed on, and gradients."""
 
 from __future__ import annotations
 
@@ -7,31 +7,21 @@ import torch
 from kernel_inputs import gradients, make_inputs, results, takes
 
 from longseq.kernels import list_ops, short_convolution, token_loss
-from longseq.kernels.dispatch import backends, list_local_ops, list_stepped_ops
+from longseq.kernels.dispatch import backends, list_stepped_ops
 from longseq.kernels.recurrence import each
 
-LOCAL = list_local_ops()
+LOCAL = list_ops("local")
 FORMS = [(op, backend.name) for op in (*list_ops(), *LOCAL) for backend in backends(op)]
-CHANNELS = ("longhorn_scan", "selective_scan", "short_convolution", "silu_product")  # in place of heads
-# A norm of no channels and a share of none among heads are no calls.
-NEED_CHANNELS = ("add_norm", "convolved_features", "head_features", "longhorn_pair", "token_loss")
 
 
 def make(op, *, batch=2, tokens=3, **options):
     return make_inputs(op, batch=batch, tokens=tokens, dtype=torch.float32, **options)
 
 
-def no_heads(op):
-    return {"sizes": {"D" if op in CHANNELS else "H": 0}}
-
-
 @pytest.mark.parametrize(("op", "backend"), FORMS)
 def test_empty_calls_give_empty_results(interpreted, op, backend):
     expected = gradients(make(op), backend="torch")
-    shapes = {"no rows": {"batch": 0}, "no tokens": {"tokens": 0}, "no heads": no_heads(op)}
-    for shape, sizes in shapes.items():
-        if shape == "no heads" and op in NEED_CHANNELS:
-            continue
+    for shape, sizes in {"no rows": {"batch": 0}, "no tokens": {"tokens": 0}}.items():
         inputs = make(op, **sizes)
         actual = gradients(inputs, backend=backend)
         assert actual.keys() == expected.keys()
@@ -70,15 +60,14 @@ def test_empty_calls_start_from_the_stated_state(op):
 
 
 @pytest.mark.parametrize("op", list_stepped_ops())
-def test_steps_without_rows_or_heads(interpreted, op):
-    for sizes in ({"batch": 0}, no_heads(op)):
-        inputs = make(op, tokens=1, **sizes)
-        for backend in ("auto", "triton"):
-            with torch.no_grad():
-                output, state = inputs.step(0, inputs.initial_state, backend=backend)
-            assert output.numel() == 0
-            expected = results(output, inputs.initial_state)
-            assert all(x.shape == expected[name].shape for name, x in results(output, state).items())
+def test_steps_without_rows(interpreted, op):
+    inputs = make(op, tokens=1, batch=0)
+    for backend in ("auto", "triton"):
+        with torch.no_grad():
+            output, state = inputs.step(0, inputs.initial_state, backend=backend)
+        assert output.numel() == 0
+        expected = results(output, inputs.initial_state)
+        assert all(x.shape == expected[name].shape for name, x in results(output, state).items())
 
 
 @pytest.mark.parametrize(

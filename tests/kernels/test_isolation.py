@@ -10,9 +10,9 @@ import torch
 from kernel_inputs import gradients, list_variants, make_inputs, results, takes, takes_chunk_size
 
 from longseq.kernels import list_ops
-from longseq.kernels.dispatch import backends, list_local_ops
+from longseq.kernels.dispatch import backends
 
-LOCAL = list_local_ops()
+LOCAL = list_ops("local")
 FORMS = [(op, backend.name) for op in (*list_ops(), *LOCAL) for backend in backends(op)]
 # Each part is multiplied by its factor, or filled with it. The one between infinity and NaN must not change.
 FACTORS = (math.inf, 1, math.nan, 1e-8, 1e8)

@@ -8,9 +8,9 @@ from kernel_inputs import assert_accurate, error, gradients, list_variants, make
 from torch import Tensor
 
 from longseq.kernels import add_norm, explain, head_features, log_decay, token_loss
-from longseq.kernels.dispatch import list_local_ops
+from longseq.kernels.dispatch import list_ops
 
-CASES = [(op, variant) for op in list_local_ops() for variant in list_variants(op)]
+CASES = [(op, variant) for op in list_ops("local") for variant in list_variants(op)]
 
 
 def read_longhorn(x: Tensor, taps: Tensor, offset: Tensor, selection: Tensor, rate: Tensor, rate_offset: Tensor,
@@ -134,7 +134,7 @@ def test_strided_inputs(interpreted, op, variant):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("op", [op for op in list_local_ops() if op != "longhorn_pair"])  # that one: test_frozen.py
+@pytest.mark.parametrize("op", [op for op in list_ops("local") if op != "longhorn_pair"])  # that one: test_frozen.py
 def test_compiles_to_one_graph_with_the_kernel(interpreted, op):
     torch._dynamo.reset()
     inputs = make_inputs(op, list_variants(op)[-1], batch=1, tokens=3, dtype=torch.float32)
@@ -155,7 +155,7 @@ def test_a_pair_of_longhorn_layers_in_parts_of_time_with_many_ranks(interpreted,
         assert_accurate(value, plain[name], exact[name], name)
 
 
-@pytest.mark.parametrize("op", list_local_ops())
+@pytest.mark.parametrize("op", list_ops("local"))
 def test_autocast_does_not_reach_inside(op):
     inputs = make_inputs(op, dtype=torch.float32)
     expected = gradients(inputs)
@@ -310,7 +310,7 @@ def test_a_residual_in_float32_with_a_branch_in_bfloat16_on_the_gpu():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("op", list_local_ops())
+@pytest.mark.parametrize("op", list_ops("local"))
 def test_a_cuda_graph_replays_the_kernel(op):
     inputs = make_inputs(op, list_variants(op)[-1], dtype=torch.float32).to("cuda")
     expected = results(*inputs.run(backend="triton"))

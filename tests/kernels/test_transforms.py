@@ -8,9 +8,9 @@ from kernel_inputs import make_inputs, results
 from torch.autograd import forward_ad
 
 from longseq.kernels import list_ops
-from longseq.kernels.dispatch import backends, list_local_ops
+from longseq.kernels.dispatch import backends
 
-LOCAL = list_local_ops()
+LOCAL = list_ops("local")
 OPS = [*list_ops(), *LOCAL]
 FORMS = [(op, backend.name) for op in OPS for backend in backends(op) if backend.name != "reference"]
 # Operations whose torch form torch differentiates; the others have a backward pass of their own.
