@@ -143,15 +143,24 @@ def test_tables_are_those_of_the_rows(script):
 
 
 @pytest.mark.slow
-def test_a_model_of_another_library_is_trained_on_our_windows(tmp_path):
+def test_from_the_same_weights_a_peer_and_our_model_end_alike(tmp_path, command_here):
     lines = [json.dumps({"text": "a grey cat and a black dog " * number}) for number in range(1, 90)]
     (tmp_path / "text.jsonl").write_text("\n".join(lines))
-    words = ["experiment=lm/text", "data=text", f"data.root={tmp_path}/text.jsonl", f"data.cache={tmp_path}"]
-    words += ["data.validation=0.1", "data.test=0.1", "data.window=32", "data.reset_state=false", "data.num_workers=0"]
-    words += ["model.d_model=64", "model.depth=1", "model.mlp_ratio=2", "recipe.batch_size=256", "recipe.updates=60"]
-    run(tmp_path, "peer_training", "llama", "llama.json", *words, "recipe.schedule.warmup_updates=5")
+    shares = ("validation=0.1", "test=0.1")
+    made = command_here(tmp_path, "prepare", "input=text.jsonl", "output=tokens", "tokenizer=train:272", *shares)
+    assert made.returncode == 0, made.stderr
+    words = ["experiment=lm/text", f"data.root={tmp_path}/tokens", "data.window=32", "data.reset_state=false"]
+    words += ["data.num_workers=0", "recipe.batch_size=256", "recipe.updates=60", "recipe.schedule.warmup_updates=5"]
+    words += ["model.d_model=64", "model.depth=1", "recipe.validate_every_updates=60"]
+    run(tmp_path, "peer_training", "llama", "llama.json", *words)
     row = json.loads((tmp_path / "llama.json").read_text())
-    assert row["test_loss"] < 0.7 * math.log(256)
+    assert row["test_loss"] < 0.7 * math.log(272)
+    converted = command_here(tmp_path, "convert", "source=llama", "output=start")
+    assert converted.returncode == 0, converted.stderr
+    trained = command_here(tmp_path, "train", *words, "init=start", "trainer=cpu", "output=ours")
+    assert trained.returncode == 0, trained.stderr
+    ours = json.loads((tmp_path / "ours" / "metrics.json").read_text())
+    assert ours["test/loss"] == pytest.approx(row["test_loss"], rel=1e-2)
 
 
 @torch.no_grad()
