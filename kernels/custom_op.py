@@ -1,10 +1,10 @@
 """Operations of torch.library that eager code calls without torch's dispatcher."""
 
 import inspect
-from collections.abc import Callable, Sequence
-from functools import partial, wraps
+from collections.abc import Callable
+from functools import wraps
 from itertools import takewhile
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 from longseq.kernels.once_differentiable import REMEDY, once_differentiable
 
 Gradients = tuple[Tensor | None, ...]
+Given = TypeVar("Given", Tensor, Tensor | None)
 
 
 def custom_op(name: str, fake: Callable[..., Any] | None = None) -> Callable[[Callable[..., Any]], "CustomOp"]:
@@ -31,10 +32,20 @@ def results_like(*places: int) -> Callable[..., Any]:
     """A function for `register_fake`: the results are like the arguments at these places, and contiguous."""
 
     def allocate(*args: Any) -> Any:
-        found = [args[place].new_empty(args[place].shape) for place in places]
-        return found[0] if len(found) == 1 else tuple(found)
+        found = tuple([empty_like(args[place]) for place in places])
+        return found[0] if len(found) == 1 else found
 
     return allocate
+
+
+def empty_like(tensor: Given) -> Given:
+    """A contiguous tensor of the same shape and type; None for None."""
+    return None if tensor is None else tensor.new_empty(tensor.shape)
+
+
+def records_gradient(*tensors: Tensor | None) -> bool:
+    """Whether a call with these tensors will have a backward pass."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 class CustomOp:
@@ -77,10 +88,11 @@ class CustomOp:
         The function returns the gradients of the arguments in `names`, None for those that are not wanted. Its
         parameters are, in this order: tensors that this operation takes, by the same names; the last `outputs` results
         of this operation, or `kept`, if that is the list that it returns last; the gradients of its first results;
-        other arguments of this operation, by the same names; and `wanted`, a boolean for each of `names`. A single
-        gradient is always wanted: it is returned as it is, and there is no `wanted`. Where results are saved, gradients
-        can be None, but for the first one. Unless there is a `fake`, the function takes all `names`, and what it
-        returns is contiguous.
+        other arguments of this operation, by the same names; and, if it can leave some out, `wanted`, a boolean for
+        each of `names`. A single gradient is returned as it is. Where results are saved, gradients can be None, but for
+        the first one. `fake` takes the same arguments and returns empty gradients, None where there is none; without
+        it, the function takes all `names`, and what it returns is contiguous. Autograd converts gradients to the types
+        of their tensors.
         """
 
         def register(function: Callable[..., Any]) -> CustomOp:
@@ -88,13 +100,15 @@ class CustomOp:
             places = [ours.index(name) for name in names.split()]
             saved = [ours.index(name) for name in takewhile(ours.__contains__, own)]
             others = [ours.index(name) for name in own[len(saved) :] if name in ours]
-            is_single, has_list, keeps = len(places) == 1, "kept" in own, outputs > 0 or "kept" in own
-            arrived = len(own) - len(saved) - len(others) - max(outputs, has_list) - (not is_single)
+            has_list, keeps, selects = "kept" in own, outputs > 0 or "kept" in own, "wanted" in own
+            arrived = len(own) - len(saved) - len(others) - max(outputs, has_list) - selects
 
-            registered = function if is_single else _without_none(function, len(places))
+            allocate = fake or results_like(*[own.index(name) for name in names.split()])
+            registered: Callable[..., Any] = function
+            if len(places) > 1:
+                registered, allocate = (_without_none(one, len(places), selects) for one in (function, allocate))
             backward = CustomOp(f"{self.name}_backward", function, registered)
-            like = [own.index(name) for name in names.split() if name in own]
-            backward.register_fake(fake or (results_like(*like) if is_single else partial(_like_arguments, like)))
+            backward.register_fake(allocate)
 
             def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
                 kept = output[-1] if has_list else output[-outputs:] if outputs else ()
@@ -112,12 +126,10 @@ class CustomOp:
                     shape, dtype = ctx.first
                     gradients = (call[0].new_zeros(shape, dtype=dtype), *gradients[1:])
                 call = *call, *gradients[:arrived], *ctx.others
-                every: list[Tensor | None] = [None] * len(ours)
-                if is_single:
-                    every[places[0]] = backward(*call)
-                    return tuple(every)
                 wanted = [ctx.needs_input_grad[i] for i in places]
-                for place, want, gradient in zip(places, wanted, backward(*call, wanted)):  # noqa: B905
+                found = backward(*call, wanted) if selects else backward(*call)
+                every: list[Tensor | None] = [None] * len(ours)
+                for place, want, gradient in zip(places, wanted, found if len(places) > 1 else (found,)):  # noqa: B905
                     every[place] = gradient if want else None
                 return tuple(every)
 
@@ -148,25 +160,18 @@ class CustomOp:
         return self.function(*args)
 
 
-def _without_none(function: Callable[..., Gradients], count: int) -> Callable[..., Any]:
+def _without_none(function: Callable[..., Gradients], count: int, selects: bool) -> Callable[..., Any]:
     """The function for torch's dispatcher, which knows no None: gradients that are not wanted are empty tensors."""
 
     @wraps(function)
     def differentiate(*args: Any) -> Any:
-        found = function(*args)
-        pairs = zip(found, args[-1], strict=True)
+        pairs = zip(function(*args), args[-1] if selects else [True] * count, strict=True)
         return tuple(x if want and x is not None else args[0].new_empty(0) for x, want in pairs)
 
     signature = inspect.signature(function)
     results: Any = tuple.__class_getitem__((Tensor,) * count)
     differentiate.__signature__ = signature.replace(return_annotation=results)  # type: ignore[attr-defined]
     return differentiate
-
-
-def _like_arguments(places: Sequence[int], *args: Any) -> tuple[Tensor, ...]:
-    """Tensors like the arguments at these places, or empty where the gradients are not wanted."""
-    pairs = zip([args[place] for place in places], args[-1], strict=True)
-    return tuple(x.new_empty(x.shape) if want else args[0].new_empty(0) for x, want in pairs)
 
 
 def _refuse_tangents(args: tuple[Any, ...]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longseq.kernels.custom_op import Given
 from longseq.kernels.dispatch import Call
 
 # Looked up once, without importing triton: a look-up in each call would break compiled graphs.
@@ -67,6 +68,11 @@ def width_reasons(call: Call, limit: int, *names: str) -> list[str]:
     """The reason against kernels that take the named dimensions up to a limit."""
     wide = [f"{SPELLED.get(name, name)} = {call.sizes[name]}" for name in names if call.sizes.get(name, 1) > limit]
     return [f"{' and '.join(wide)}, and it goes to {limit} (use backend='torch')"] if wide else []
+
+
+def contiguous(tensor: Given) -> Given:
+    """The tensor in contiguous memory; None for None."""
+    return None if tensor is None else tensor.contiguous()
 
 
 def channels_adjacent(tensor: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from longseq.kernels.custom_op import Given, empty_like
 from longseq.kernels.devices import ROOMY, longseq_shared_memory
 from longseq.kernels.packing import find_once
 
@@ -131,12 +132,12 @@ def strides(tensor: Tensor | None) -> tuple[int, ...]:
     return (0, 0, 0) if tensor is None else tensor.stride()[:3]
 
 
-def evenly(x: Tensor) -> Tensor:
+def evenly(x: Given) -> Given:
     """x [B, T, H, ...] with adjacent heads and channels and one stride between tokens, also from row to row.
 
-    It is x itself or a copy.
+    It is x itself or a copy; None for None.
     """
-    if not x.is_contiguous():
+    if x is not None and not x.is_contiguous():
         rows = x.flatten(0, 1).flatten(1)
         x = (rows if rows.stride(1) == 1 else rows.contiguous()).view(x.shape)
     return x
@@ -145,6 +146,27 @@ def evenly(x: Tensor) -> Tensor:
 def steps(*tensors: Tensor | None) -> tuple[int, ...]:
     """The strides between tokens, for tensors of `evenly`; 0 for None."""
     return tuple([0 if x is None else x.stride(1 if x.shape[1] > 1 else 0) for x in tensors])
+
+
+def allocate_parts(parts: int, like: Given) -> Given:
+    """A buffer for a gradient; with several parts, which programs write and `add_up` sums, each is in float32."""
+    if like is None or parts == 1:
+        return empty_like(like)
+    return like.new_empty((parts, *like.shape), dtype=torch.float32)
+
+
+def add_up(parts: Given, like: Tensor | None) -> Given:
+    """The sum of the parts in the type of `like`."""
+    if parts is None or like is None or parts.dim() == like.dim():
+        return parts
+    if len(parts) == 2:  # one launch, which rounds the sum itself
+        return torch.add(*parts, out=like.new_empty(like.shape))
+    return parts.sum(0).to(like.dtype)
+
+
+def borders_on(device: torch.device, cu_seqlens: Tensor | None) -> Tensor | None:
+    """The borders of packed sequences as kernels read them."""
+    return None if cu_seqlens is None else cu_seqlens.to(device).contiguous()
 
 
 def count_sequences(batch: int, cu_seqlens: Tensor | None) -> int:

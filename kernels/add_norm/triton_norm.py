@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from longseq.kernels.custom_op import custom_op
-from longseq.kernels.devices import rows_of
+from longseq.kernels.devices import contiguous, rows_of
 from longseq.kernels.triton_launch import PREPARED, Prepared, cdiv, launch_options, next_power_of_2
 from longseq.kernels.triton_tiles import load_rows
 
@@ -155,7 +155,7 @@ def add_norm(
             x.device, y.numel() // width, width, x_row, branch_row, eps, branch is not None, bias is not None, centred,
             weight.dim(),
         )  # fmt: skip
-        launch(rows, branches, weight.contiguous(), None if bias is None else bias.contiguous(), total, y)
+        launch(rows, branches, weight.contiguous(), contiguous(bias), total, y)
     return total, y
 
 
@@ -185,7 +185,7 @@ def add_norm_backward(
     The last tensor is [2, D] for a weight with a bias or of two readings, else [1, D]; without `weighs`, it is empty.
     """
     rows, row = rows_of(total)
-    gradients = None if d_total is None else d_total.contiguous()
+    gradients = contiguous(d_total)
     dx = _like(total, dtype)
     d_branch = total.new_empty((0,)) if branch_dtype is None else _like(total, branch_dtype)
     readings, width = weight.dim(), total.shape[-1]

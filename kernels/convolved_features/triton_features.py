@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longseq.kernels.custom_op import Gradients, custom_op
+from longseq.kernels.custom_op import Gradients, custom_op, empty_like
 from longseq.kernels.devices import channels_adjacent
 from longseq.kernels.head_features.features import EPS
 from longseq.kernels.head_features.triton_features import (
@@ -40,7 +40,7 @@ from longseq.kernels.short_convolution.triton_convolution import (
     short_convolution_triton,
     zeros_of_taps,
 )
-from longseq.kernels.triton_launch import PREPARED, Prepared, cdiv, launch_options, next_power_of_2
+from longseq.kernels.triton_launch import PREPARED, Prepared, borders_on, cdiv, launch_options, next_power_of_2
 
 # Measured on an H200. WARP: channels of a program's block for each warp. UNROLL: tokens whose loads are issued
 # together, for one reading and for two. PROGRAMS: the number of programs for which rows are cut into stretches; smaller
@@ -455,9 +455,8 @@ def _allocate_gradient(x: Tensor) -> Tensor:
     return x.new_empty((batch, tokens, cdiv(channels, ALIGNMENT) * ALIGNMENT))[..., :channels]
 
 
-def _allocate_gradients(x: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    wants_x, wants_weight = others[-1]
-    return _allocate_gradient(x) if wants_x else x.new_empty(0), weight.new_empty(weight.shape if wants_weight else 0)
+def _allocate_gradients(x: Tensor, weight: Tensor, *_: Any) -> Gradients:
+    return _allocate_gradient(x), empty_like(weight)
 
 
 @convolved_features.gradient("x weight", fake=_allocate_gradients)
@@ -490,7 +489,7 @@ def convolved_features_triton(
 
     For padded rows, for initial states, and for heads too wide for one program, the convolution is a kernel of its own.
     """
-    cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(x.device).contiguous()
+    cu_seqlens = borders_on(x.device, cu_seqlens)
     channels, width = weight.shape[-2:]
     if mask is not None or initial_state is not None or _are_too_wide(key_dim, width):
         # One split, so that its gradient is one copy.

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from longseq.kernels.custom_op import custom_op
+from longseq.kernels.custom_op import Gradients, custom_op, empty_like
 from longseq.kernels.delta_rule.chunk import Inputs
 from longseq.kernels.delta_rule.triton_channel_passes import (
     connect,
@@ -27,7 +27,7 @@ from longseq.kernels.delta_rule.triton_channel_passes import (
     sum_gates,
     walk,
 )
-from longseq.kernels.devices import is_emulated
+from longseq.kernels.devices import contiguous, is_emulated
 from longseq.kernels.segments import find_span
 from longseq.kernels.triton_launch import (
     ROW,
@@ -103,17 +103,14 @@ class _Call:
     """The launches of one call, forward or backward."""
 
     def __init__(self, inputs: Inputs, cu_seqlens: Tensor | None, scale: float, before: bool, reverse: int) -> None:
-        self.q, self.k, self.v = (evenly(x) for x in (inputs.q, inputs.k, inputs.v))
-        self.beta, write_key, self.value_key, g = (
-            None if x is None else evenly(x) for x in (inputs.beta, inputs.write_key, inputs.value_key, inputs.g)
-        )
+        self.q, self.k, self.v, self.beta, write_key, self.value_key, g = Inputs._make(evenly(x) for x in inputs)
         self.write = self.k if write_key is None else write_key
         self.batch, self.tokens, self.heads, self.key_dim = self.k.shape
         self.value_dim = self.v.shape[3]
         self.scale, self.before = scale, before
         self.dtype, self.chunk, self.precision = _tile(self.v)
         self.launches = LAUNCHES[self.dtype.itemsize, 64 if max(self.key_dim, self.value_dim) <= 64 else 128]
-        self.cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
+        self.cu_seqlens = cu_seqlens
         self.sequences = count_sequences(self.batch, cu_seqlens)
         self.slots = count_slots(self.batch, self.tokens, self.chunk, cu_seqlens)
         self.sequence_of = sequence_of_slots(self.slots, self.chunk, self.tokens, cu_seqlens)
@@ -322,19 +319,17 @@ class _Call:
     def differentiate(
         self, d_products: Tensor, d_output: Tensor, states: Tensor, d_states: Tensor, u: Tensor, d_errors: Tensor,
         d_write: Tensor | None,
-    ) -> list[Tensor]:  # fmt: skip
-        """The gradients of q, k and g, then of beta and value keys, where given; that of write keys into `d_write`."""
-        d_q, d_k = self.q.new_empty(self.q.shape), self.k.new_empty(self.k.shape)
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+        """The gradients of q, k, g [B, T, H, K] in float32, beta and value keys; that of write keys into `d_write`."""
+        d_q, d_k, d_value_key = empty_like(self.q), empty_like(self.k), empty_like(self.value_key)
         d_g = self.k.new_empty(self.k.shape, dtype=torch.float32)
         columns = min(self.launches["differentiate"].block, self._width(self.key_dim))
-        found = [d_q, d_k, d_g]
         d_beta = None
         if self.beta is not None:
             d_beta = d_g.new_empty((*self.beta.shape, cdiv(self.key_dim, columns)))
         calls = [(self.write, self.beta, u, d_write, d_beta)]
         if self.value_key is not None:
-            found.append(self.value_key.new_empty(self.value_key.shape))
-            calls.append((self.value_key, None, self.v, found[-1], None))
+            calls.append((self.value_key, None, self.v, d_value_key, None))
         for n, (write, beta, values, d_key, d_part) in enumerate(calls):
             inputs = (self.q, self.k, write, beta, self.sums, self.mild, self.cu_seqlens, self.sequence_of)
             of_products, gradients = (d_products[2 * n], d_products[2 * n + 1]), (d_q, d_k, d_key, d_g, d_part)
@@ -349,36 +344,11 @@ class _Call:
             for launch in self._by_blocks(differentiate, programs, numbers, constants):
                 launch(*inputs, d_output, states, d_states, values, d_errors, *of_products, *gradients)
         if self.beta is not None and d_beta is not None:
-            found.insert(3, d_beta.sum(-1).to(self.beta.dtype))
-        return found
+            d_beta = d_beta.sum(-1).to(self.beta.dtype)
+        return d_q, d_k, d_g, d_beta, d_value_key
 
 
-@custom_op("delta_rule_channels")
-def delta_rule_channels(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor | None,
-    write_key: Tensor | None,
-    value_key: Tensor | None,
-    g: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    before: bool,
-    reverse: int,
-    keep: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Output [B, T, H, V] in v's type, final state in float32, and X, A, M and N (empty unless `keep`)."""
-    call = _Call(Inputs(q, k, v, beta, write_key, value_key, g), cu_seqlens, scale, before, reverse)
-    lower, products = call.relate()
-    chunks = call.prepare(products, lower)
-    output, last = call.walk(products, chunks, None if initial_state is None else initial_state.contiguous())
-    return output, last, products if keep else products.new_empty((0,))
-
-
-@delta_rule_channels.register_fake
-def _(q, k, v, beta, write_key, value_key, g, initial_state, cu_seqlens, scale, before, reverse, keep):
+def _allocate(q, k, v, beta, write_key, value_key, g, initial_state, cu_seqlens, scale, before, reverse, keep):
     batch, tokens, heads, key_dim = k.shape
     dtype, chunk, _ = _tile(v)
     sequences, slots = count_sequences(batch, cu_seqlens), count_slots(batch, tokens, chunk, cu_seqlens)
@@ -387,79 +357,44 @@ def _(q, k, v, beta, write_key, value_key, g, initial_state, cu_seqlens, scale, 
     return v.new_empty(v.shape), final, k.new_empty(products, dtype=dtype)
 
 
-@custom_op("delta_rule_channels_backward")
+@custom_op("delta_rule_channels", _allocate)
+def delta_rule_channels(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, write_key: Tensor | None, value_key: Tensor | None,
+    g: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None, scale: float, before: bool, reverse: int,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Output [B, T, H, V] in v's type, final state in float32, and X, A, M and N (empty unless `keep`)."""
+    call = _Call(Inputs(q, k, v, beta, write_key, value_key, g), cu_seqlens, scale, before, reverse)
+    lower, products = call.relate()
+    chunks = call.prepare(products, lower)
+    output, last = call.walk(products, chunks, contiguous(initial_state))
+    return output, last, products if keep else products.new_empty((0,))
+
+
+def _allocate_gradients(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, write_key: Tensor | None, value_key: Tensor | None,
+    g: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None, *_: Any,
+) -> Gradients:  # fmt: skip
+    sequences = count_sequences(k.shape[0], cu_seqlens)
+    d_first = k.new_empty((sequences, *k.shape[2:], v.shape[3]), dtype=torch.float32)
+    return *[empty_like(x) for x in (q, k, v, beta, write_key, value_key, g)], d_first
+
+
+@delta_rule_channels.gradient("q k v beta write_key value_key g initial_state", outputs=1, fake=_allocate_gradients)
 def delta_rule_channels_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor | None,
-    write_key: Tensor | None,
-    value_key: Tensor | None,
-    g: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    products: Tensor,
-    d_output: Tensor,
-    d_final: Tensor | None,
-    scale: float,
-    before: bool,
-    reverse: int,
-) -> list[Tensor]:
-    """Gradients of v, the first states, q, k and g [B, T, H, K] (in float32), then of beta, value keys and write keys,
-    where they are given.
-    """
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, write_key: Tensor | None, value_key: Tensor | None,
+    g: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None, products: Tensor, d_output: Tensor,
+    d_final: Tensor | None, scale: float, before: bool, reverse: int,
+) -> Gradients:  # fmt: skip
+    """The gradients of all inputs; that of the first state in float32."""
     call = _Call(Inputs(q, k, v, beta, write_key, value_key, g), cu_seqlens, scale, before, reverse)
     d_output = d_output.contiguous()
     chunks = call.prepare(products)
-    first = None if initial_state is None else initial_state.contiguous()
     transitions = call.transitions(chunks)
-    states, u = call.walk_for_states(products, chunks, first, transitions)
-    d_last = None if d_final is None else d_final.contiguous()
-    d_states, d_u, d_first = call.retreat(products[1], chunks, d_output, d_last, transitions)
+    states, u = call.walk_for_states(products, chunks, contiguous(initial_state), transitions)
+    d_states, d_u, d_first = call.retreat(products[1], chunks, d_output, contiguous(d_final), transitions)
     d_products, d_v = call.differentiate_products(products, chunks, d_output, u, d_u, d_states)
-    d_write = None if write_key is None else write_key.new_empty(write_key.shape)
-    rest = call.differentiate(d_products, d_output, states, d_states, u, d_u, d_write)
-    return [d_v, d_first, *rest, *(() if d_write is None else (d_write,))]
-
-
-@delta_rule_channels_backward.register_fake
-def _(
-    q, k, v, beta, write_key, value_key, g, initial_state, cu_seqlens, products, d_output, d_final, scale, before,
-    reverse,
-):  # fmt: skip
-    sequences = count_sequences(k.shape[0], cu_seqlens)
-    d_first = k.new_empty((sequences, *k.shape[2:], v.shape[3]), dtype=torch.float32)
-    d_g = k.new_empty(k.shape, dtype=torch.float32)
-    others = [x.new_empty(x.shape) for x in (beta, value_key, write_key) if x is not None]
-    return [d_output.new_empty(d_output.shape), d_first, q.new_empty(q.shape), k.new_empty(k.shape), d_g, *others]
-
-
-def _setup_context(ctx, inputs, output):
-    *tensors, ctx.scale, ctx.before, ctx.reverse, _ = inputs
-    ctx.save_for_backward(*tensors, output[2])
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx, d_output, d_final, _):
-    q, k, v, beta, write_key, value_key, g, initial_state, cu_seqlens, products = ctx.saved_tensors
-    if d_output is None:
-        d_output = torch.zeros_like(v)
-    d_v, d_first, d_q, d_k, d_g, *others = delta_rule_channels_backward(
-        *(q, k, v, beta, write_key, value_key, g, initial_state, cu_seqlens, products, d_output, d_final),
-        *(ctx.scale, ctx.before, ctx.reverse),
-    )
-    d_beta, d_value_key, d_write = (None if x is None else others.pop(0) for x in (beta, value_key, write_key))
-    return (
-        d_q,
-        d_k,
-        d_v,
-        d_beta,
-        d_write,
-        d_value_key,
-        None if g is None else (d_g if g.dim() == 4 else d_g.sum(-1)).to(g.dtype),
-        None if initial_state is None else d_first.to(initial_state.dtype),
-        *(None,) * 5,
-    )
-
-
-delta_rule_channels.register_autograd(_differentiate, setup_context=_setup_context)
+    d_write = empty_like(write_key)
+    d_q, d_k, d_g, d_beta, d_value_key = call.differentiate(d_products, d_output, states, d_states, u, d_u, d_write)
+    d_gate = None if g is None else (d_g if g.dim() == 4 else d_g.sum(-1)).to(g.dtype)
+    return d_q, d_k, d_v, d_beta, d_write, d_value_key, d_gate, d_first

@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from longseq.kernels.custom_op import custom_op
+from longseq.kernels.custom_op import Gradients, custom_op, empty_like, records_gradient
 from longseq.kernels.delta_rule.triton_backward import differentiate_inputs, differentiate_scores, retreat
 from longseq.kernels.delta_rule.triton_channels import delta_rule_channels
 from longseq.kernels.delta_rule.triton_forward import advance, prepare, read_out, read_through
 from longseq.kernels.delta_rule.triton_kept import TILE, count_gradient_units, count_units
 from longseq.kernels.delta_rule.triton_segments import BOTH, QUERIES, connect, summarize
-from longseq.kernels.devices import longseq_shared_memory
+from longseq.kernels.devices import contiguous, longseq_shared_memory
 from longseq.kernels.reading import Reverse, number_of
 from longseq.kernels.segments import find_span
 from longseq.kernels.triton_launch import (
@@ -32,7 +32,10 @@ from longseq.kernels.triton_launch import (
     ROW,
     Launch,
     Prepared,
+    add_up,
+    allocate_parts,
     block_width,
+    borders_on,
     capability_here,
     cdiv,
     count_sequences,
@@ -350,7 +353,7 @@ class _Sequences(NamedTuple):
 def _lay_out(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, write_key: Tensor | None, g: Tensor | None) -> _Sequences:
     k = evenly(k)
     write = k if write_key is None else evenly(write_key)
-    return _Sequences(evenly(q), k, evenly(v), evenly(beta), write, None if g is None else evenly(g))
+    return _Sequences(evenly(q), k, evenly(v), evenly(beta), write, evenly(g))
 
 
 def _have_type_of_products(plan: _Plan, *tensors: Tensor) -> bool:
@@ -361,27 +364,22 @@ def _have_type_of_products(plan: _Plan, *tensors: Tensor) -> bool:
     return own and dtype.itemsize == plan.dtype.itemsize
 
 
-@custom_op("delta_rule")
+def _allocate_results(q, k, v, beta, write_key, g, initial_state, cu_seqlens, scale, reverse, half, save):
+    plan = _plan(q, k, v, write_key, g, cu_seqlens, half, save)
+    output, final, buffers = _allocate(plan, v, _kept_sizes(plan, save))
+    return output, final, buffers if save else []
+
+
+@custom_op("delta_rule", _allocate_results)
 def delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    write_key: Tensor | None,
-    g: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    reverse: int,
-    half: bool,
-    save: bool,
-) -> tuple[Tensor, Tensor, list[Tensor]]:
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, write_key: Tensor | None, g: Tensor | None,
+    initial_state: Tensor | None, cu_seqlens: Tensor | None, scale: float, reverse: int, half: bool, save: bool,
+) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """Returns o [B, T, H, V] in v's dtype, the final state [B or segments, H, K, V] in float32, and if `save` what the
     backward pass needs, in the order of `_Kept`. `half`: the products are of float16 numbers, whatever the inputs are.
     """
     inputs = _lay_out(q, k, v, beta, write_key, g)
-    initial_state = None if initial_state is None else initial_state.contiguous()
-    cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
+    initial_state = contiguous(initial_state)
     plan = _plan(q, k, v, write_key, g, cu_seqlens, half, save)
     sizes = _kept_sizes(plan, save)
     output, final, buffers = _allocate(plan, v, sizes)
@@ -478,13 +476,6 @@ def _prepare_read_through(call: _Call) -> Prepared:
     )  # fmt: skip
 
 
-@delta_rule.register_fake
-def _(q, k, v, beta, write_key, g, initial_state, cu_seqlens, scale, reverse, half, save):
-    plan = _plan(q, k, v, write_key, g, cu_seqlens, half, save)
-    output, final, buffers = _allocate(plan, v, _kept_sizes(plan, save))
-    return output, final, buffers if save else []
-
-
 class _Kept(NamedTuple):
     """What `prepare` and `advance` store by slot and head, in one buffer for each type."""
 
@@ -543,25 +534,28 @@ def _allocate_offsets(plan: _Plan, v: Tensor) -> Tensor:
     return v.new_empty((plan.walks, plan.heads, plan.value_dim, plan.key_dim), dtype=torch.float32)
 
 
-@custom_op("delta_rule_backward")
+def _allocate_gradients(
+    q: Tensor, k: Tensor, beta: Tensor, write_key: Tensor | None, g: Tensor | None, cu_seqlens: Tensor | None,
+    kept: list[Tensor], d_output: Tensor, *_: Any,
+) -> Gradients:  # fmt: skip
+    """Empty gradients, as `delta_rule_backward` returns them."""
+    d_q, d_k, d_write_key = (
+        None if x is None else x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, d_output.dtype))
+        for x in (q, k, write_key)
+    )
+    sequences = count_sequences(k.shape[0], cu_seqlens)
+    d_initial = q.new_empty((sequences, *k.shape[2:], d_output.shape[3]), dtype=torch.float32)
+    return d_q, d_k, empty_like(d_output), empty_like(beta), d_write_key, empty_like(g), d_initial
+
+
+@delta_rule.gradient("q k v beta write_key g initial_state", fake=_allocate_gradients)
 def delta_rule_backward(
-    q: Tensor,
-    k: Tensor,
-    beta: Tensor,
-    write_key: Tensor | None,
-    g: Tensor | None,
-    cu_seqlens: Tensor | None,
-    kept: list[Tensor],
-    d_output: Tensor,
-    d_final: Tensor | None,
-    scale: float,
-    reverse: int,
-    half: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, beta, write_key and g (empty where they are None) and of the first state (in float32)."""
+    q: Tensor, k: Tensor, beta: Tensor, write_key: Tensor | None, g: Tensor | None, cu_seqlens: Tensor | None,
+    kept: list[Tensor], d_output: Tensor, d_final: Tensor | None, scale: float, reverse: int, half: bool,
+) -> Gradients:  # fmt: skip
+    """The gradients of all inputs, in at least the type of `d_output`; that of the first state in float32."""
     inputs = _lay_out(q, k, d_output, beta, write_key, g)
-    d_final = None if d_final is None else d_final.contiguous()
-    cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
+    d_final = contiguous(d_final)
     plan = _plan(q, k, d_output, write_key, g, cu_seqlens, half, True)
     places = plan.slots * plan.heads
     sequence_of = sequence_of_slots(plan.slots, plan.chunk, plan.tokens, cu_seqlens)
@@ -570,12 +564,11 @@ def delta_rule_backward(
     lengths = [len(ours.states), len(ours.u), 0 if plan.fuses else len(ours.products)]
     d_states, d_u, d_products = ours.states.new_empty((sum(lengths),)).split(lengths)
     d_gates = q.new_empty((places * plan.chunk,), dtype=torch.float32) if plan.gated else None
-    d_initial = q.new_empty((plan.sequences, plan.heads, plan.key_dim, plan.value_dim), dtype=torch.float32)
-    d_q, d_k, d_write_key = _allocate_gradients(q, k, write_key, d_output)
-    d_v = d_output.new_empty(d_output.shape)
+    d_q, d_k, d_v, _, d_write_key, _, d_initial = _allocate_gradients(
+        q, k, beta, write_key, g, cu_seqlens, kept, d_output
+    )
     parts = cdiv(plan.key_dim, plan.block(plan.differentiate, plan.key_dim))
-    of_numbers = beta, beta.new_empty((0,)) if g is None else g
-    d_beta, d_g = (_allocate_parts(parts, x) for x in of_numbers)
+    d_beta, d_g = (allocate_parts(parts, x) for x in (beta, g))
     # On an H200, products of queries and gradients as they came make the walk of segments 5 to 11 % faster, and that of
     # whole sequences 10 % slower.
     raw_walk = plan.weighs and plan.span > 0 and _have_type_of_products(plan, q, d_output)
@@ -599,10 +592,9 @@ def delta_rule_backward(
         launches.scores(*known, inputs.v, d_u, d_v, d_products, d_gates)
     launches.inputs(
         *(*known, ours.states, inputs.v, d_u, d_states, None if plan.fuses else d_products, d_gates),
-        *(d_q, d_k, d_v, d_beta, None if write_key is None else d_write_key, d_g),
+        *(d_q, d_k, d_v, d_beta, d_write_key, d_g),
     )
-    d_beta, d_g = map(_add_up, (d_beta, d_g), of_numbers)
-    return d_q, d_k, d_v, d_beta, d_write_key, d_g, d_initial
+    return d_q, d_k, d_v, add_up(d_beta, beta), d_write_key, add_up(d_g, g), d_initial
 
 
 class _Backward(NamedTuple):
@@ -651,107 +643,24 @@ def _prepare_backward(call: _Call, raw_walk: bool) -> _Backward:
     return _Backward(borders, walk(plan.retreat), scores, inputs)
 
 
-@delta_rule_backward.register_fake
-def _(q, k, beta, write_key, g, cu_seqlens, kept, d_output, d_final, scale, reverse, half):
-    sequences = count_sequences(k.shape[0], cu_seqlens)
-    d_q, d_k, d_write_key = _allocate_gradients(q, k, write_key, d_output)
-    return (
-        d_q,
-        d_k,
-        d_output.new_empty(d_output.shape),
-        beta.new_empty(beta.shape),
-        d_write_key,
-        beta.new_empty((0,)) if g is None else g.new_empty(g.shape),
-        q.new_empty((sequences, *k.shape[2:], d_output.shape[3]), dtype=torch.float32),
-    )
-
-
-def _allocate_gradients(q: Tensor, k: Tensor, write_key: Tensor | None, d_output: Tensor) -> tuple[Tensor, ...]:
-    """Buffers for the gradients of q, k and write_key (empty for None), in the wider of their type and d_output's."""
-    return tuple(
-        q.new_empty((0,)) if x is None else x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, d_output.dtype))
-        for x in (q, k, write_key)
-    )
-
-
-def _allocate_parts(parts: int, like: Tensor) -> Tensor:
-    """A buffer for a gradient [B, T, H]; several parts in float32, which are summed later, if programs share it."""
-    return like.new_empty(like.shape) if parts == 1 else like.new_empty((parts, *like.shape), dtype=torch.float32)
-
-
-def _add_up(parts: Tensor, like: Tensor) -> Tensor:
-    if parts.dim() == like.dim():
-        return parts
-    if len(parts) == 2:  # one launch, which rounds the sum itself
-        return torch.add(*parts, out=like.new_empty(like.shape))
-    return parts.sum(0).to(like.dtype)
-
-
-def _setup_context(ctx, inputs, output):
-    q, k, v, beta, write_key, g, initial_state, cu_seqlens, *options = inputs
-    ctx.scale, ctx.reverse, ctx.half, ctx.saved = options
-    ctx.save_for_backward(q, k, beta, write_key, g, cu_seqlens, *output[2])
-    ctx.initial_dtype = None if initial_state is None else initial_state.dtype
-    ctx.output_like = (v.shape, v.dtype)
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx, d_output, d_final, *_):
-    q, k, beta, write_key, g, cu_seqlens, *kept = ctx.saved_tensors
-    assert ctx.saved, "the forward pass ran without keeping what the backward pass needs"
-    if d_output is None:
-        shape, dtype = ctx.output_like
-        d_output = q.new_zeros(shape, dtype=dtype)
-    d_q, d_k, d_v, d_beta, d_write_key, d_g, d_initial = delta_rule_backward(
-        q, k, beta, write_key, g, cu_seqlens, kept, d_output, d_final, ctx.scale, ctx.reverse, ctx.half
-    )
-    return (
-        d_q,
-        d_k,
-        d_v,
-        d_beta,
-        None if write_key is None else d_write_key,
-        None if g is None else d_g,
-        None if ctx.initial_dtype is None else d_initial.to(ctx.initial_dtype),
-        *(None,) * 5,
-    )
-
-
-delta_rule.register_autograd(_differentiate, setup_context=_setup_context)
-
-
 def delta_rule_triton(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor | None,
-    *,
-    write_key: Tensor | None,
-    value_key: Tensor | None,
-    g: Tensor | None,
-    read_before_decay: bool,
-    scale: float,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    cu_seqlens: Tensor | None,
-    chunk_size: int,
-    reverse: Reverse,
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, *, write_key: Tensor | None, value_key: Tensor | None,
+    g: Tensor | None, read_before_decay: bool, scale: float, initial_state: Tensor | None, output_final_state: bool,
+    cu_seqlens: Tensor | None, chunk_size: int, reverse: Reverse,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """`delta_rule` in Triton kernels. `chunk_size` has no meaning here: the tables say how tokens are cut.
 
     Products are of float16 numbers where the values, and so the output, are of half precision. Keys and queries that
     come in float32 beside them, from a norm, keep their gradients in float32.
     """
-    cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(k.device)
+    cu_seqlens = borders_on(k.device, cu_seqlens)
     tensors = (q, k, v, beta, write_key, value_key, g, initial_state)
-    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    scale, direction, save = float(scale), number_of(reverse), records_gradient(*tensors)
     if value_key is not None or (g is not None and (read_before_decay or g.dim() == v.dim())):
-        options = (float(scale), read_before_decay and g is not None, number_of(reverse), save)
-        o, final, _ = delta_rule_channels(*tensors, cu_seqlens, *options)
+        before = read_before_decay and g is not None
+        o, final, _ = delta_rule_channels(*tensors, cu_seqlens, scale, before, direction, save)
     else:
         beta = torch.ones_like(v[..., 0]) if beta is None else beta
         half = v.dtype.itemsize == 2
-        o, final, _ = delta_rule(
-            q, k, v, beta, write_key, g, initial_state, cu_seqlens, float(scale), number_of(reverse), half, save
-        )
+        o, final, _ = delta_rule(q, k, v, beta, write_key, g, initial_state, cu_seqlens, scale, direction, half, save)
     return o, final if output_final_state else None

@@ -17,13 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longseq.kernels.custom_op import custom_op
-from longseq.kernels.devices import channels_adjacent
+from longseq.kernels.custom_op import Gradients, custom_op, empty_like, records_gradient
+from longseq.kernels.devices import channels_adjacent, contiguous
 from longseq.kernels.diagonal_scan.triton_backward import backward, gather
 from longseq.kernels.diagonal_scan.triton_forward import forward, prepare, summarize
 from longseq.kernels.reading import Reverse, number_of
 from longseq.kernels.segments import find_span
 from longseq.kernels.triton_launch import (
+    borders_on,
     cdiv,
     count_sequences,
     count_slots,
@@ -168,13 +169,7 @@ def _prepare(plan: _Plan, key: Tensor, query: Tensor) -> Tensor:
 
 
 def _summarize(
-    plan: _Plan,
-    x: Tensor,
-    rate: Tensor,
-    prepared: Tensor,
-    A: Tensor | None,
-    cu_seqlens: Tensor | None,
-    adjoint: bool,
+    plan: _Plan, x: Tensor, rate: Tensor, prepared: Tensor, A: Tensor | None, cu_seqlens: Tensor | None, adjoint: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """What each part does to a state: products of decays, and final states from zero. None without parts."""
     if not plan.constants["SPAN"]:
@@ -190,18 +185,15 @@ def _summarize(
     return products, ends
 
 
-@custom_op("diagonal_scan")
+def _allocate_results(x, rate, key, query, A, initial_state, cu_seqlens, reverse, save):
+    return allocate(x, key, cu_seqlens, save)
+
+
+@custom_op("diagonal_scan", _allocate_results)
 def diagonal_scan(
-    x: Tensor,
-    rate: Tensor,
-    key: Tensor,
-    query: Tensor,
-    A: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    reverse: int,
-    save: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+    x: Tensor, rate: Tensor, key: Tensor, query: Tensor, A: Tensor | None, initial_state: Tensor | None,
+    cu_seqlens: Tensor | None, reverse: int, save: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The scan: without `A`, `rate` is Longhorn's beta; with it, Mamba's delta.
 
     x, rate [B, T, D]; key, query [B, T, N]; A [W, D], or [2, W, D] for each half of the rows; states [B or segments, W,
@@ -211,9 +203,7 @@ def diagonal_scan(
     x, rate, key, query = (channels_adjacent(tensor) for tensor in (x, rate, key, query))
     tokens, channels = x.shape[1:]
     output, final, checkpoints = allocate(x, key, cu_seqlens, save)
-    A = None if A is None else A.contiguous()
-    initial_state = None if initial_state is None else initial_state.contiguous()
-    cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
+    A, initial_state = contiguous(A), contiguous(initial_state)
     if final.numel():
         plan = _plan(x, key, A, cu_seqlens, reverse)
         prepared = _prepare(plan, key, query)
@@ -231,38 +221,33 @@ def diagonal_scan(
     return output, final, checkpoints
 
 
-@diagonal_scan.register_fake
-def _(x, rate, key, query, A, initial_state, cu_seqlens, reverse, save):
-    return allocate(x, key, cu_seqlens, save)
+def _allocate_gradients(
+    x: Tensor, rate: Tensor, key: Tensor, query: Tensor, A: Tensor | None, cu_seqlens: Tensor | None, *_: Any
+) -> Gradients:
+    d_A = None if A is None else A.new_empty(A.shape, dtype=torch.float32)
+    state = _allocate_states(x, key, count_sequences(x.shape[0], cu_seqlens))
+    return *[empty_like(tensor) for tensor in (x, rate, key, query)], d_A, state
 
 
-@custom_op("diagonal_scan_backward")
+@diagonal_scan.gradient("x rate key query A initial_state", outputs=1, fake=_allocate_gradients)
 def diagonal_scan_backward(
-    x: Tensor,
-    rate: Tensor,
-    key: Tensor,
-    query: Tensor,
-    A: Tensor | None,
-    cu_seqlens: Tensor | None,
-    checkpoints: Tensor,
-    d_output: Tensor,
-    d_final: Tensor | None,
-    reverse: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of x, rate, key, query, A (empty without it) and the initial state (in float32)."""
-    d_x, d_rate, d_key, d_query = (tensor.new_empty(tensor.shape) for tensor in (x, rate, key, query))
+    x: Tensor, rate: Tensor, key: Tensor, query: Tensor, A: Tensor | None, cu_seqlens: Tensor | None,
+    checkpoints: Tensor, d_output: Tensor, d_final: Tensor | None, reverse: int,
+) -> Gradients:  # fmt: skip
+    """The gradients of all inputs; those of A and the initial state in float32."""
+    gradients = empty_like(x), empty_like(rate), empty_like(key), empty_like(query)
     d_A, d_initial = differentiate_scan(
-        x, rate, key, query, A, cu_seqlens, checkpoints, d_output, d_final, reverse, d_x, d_rate, d_key, d_query
+        x, rate, key, query, A, cu_seqlens, checkpoints, d_output, d_final, reverse, *gradients
     )
-    return d_x, d_rate, d_key, d_query, d_A, d_initial
+    return *gradients, d_A, d_initial
 
 
 def differentiate_scan(
     x: Tensor, rate: Tensor, key: Tensor, query: Tensor, A: Tensor | None, cu_seqlens: Tensor | None,
     checkpoints: Tensor, d_output: Tensor, d_final: Tensor | None, reverse: int,
     d_x: Tensor, d_rate: Tensor, d_key: Tensor, d_query: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Writes the gradients of tokens; returns those of A (empty without it) and the state.
+) -> tuple[Tensor | None, Tensor]:  # fmt: skip
+    """Writes the gradients of tokens; returns those of A and the state.
 
     Rows of the gradients of key and query have the same stride. A `d_output` with half as many rows as x is the
     gradient of both halves.
@@ -271,11 +256,10 @@ def differentiate_scan(
     batch, tokens, channels = x.shape
     entries = key.shape[2]
     d_output = d_output.contiguous()
-    A = None if A is None else A.contiguous()
-    cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
+    A = contiguous(A)
     plan = _plan(x, key, A, cu_seqlens, reverse)
     d_initial = _allocate_states(x, key, plan.sequences)
-    d_A = x.new_empty((0 if A is None else plan.slots, plan.width, channels), dtype=torch.float32)
+    d_A = None if A is None else x.new_empty((plan.slots, plan.width, channels), dtype=torch.float32)
     if d_initial.numel():
         prepared = _prepare(plan, key, query)
         if plan.constants["SPAN"] and d_output.shape[0] < batch:
@@ -295,7 +279,7 @@ def differentiate_scan(
         launch(
             x, rate, prepared, A, cu_seqlens, plan.sequence_of, products, ends, checkpoints, scratch,
             d_output, checkpoints if d_final is None else d_final.contiguous(),
-            d_x, d_rate, d_prepared, None if A is None else d_A, d_initial,
+            d_x, d_rate, d_prepared, d_A, d_initial,
         )  # fmt: skip
         if d_key.numel():
             launch = find_launch(
@@ -303,35 +287,9 @@ def differentiate_scan(
                 N=entries, WIDTH=plan.width, TOKENS=GATHERED, **launch_options(2),
             )  # fmt: skip
             launch(d_prepared, d_key, d_query)
-    if A is not None:
+    if A is not None and d_A is not None:
         d_A = d_A.sum(0) if A.dim() == 2 else d_A.unflatten(0, (2, -1)).sum(1)
     return d_A, d_initial
-
-
-@diagonal_scan_backward.register_fake
-def _(x, rate, key, query, A, cu_seqlens, checkpoints, d_output, d_final, reverse):
-    state = _allocate_states(x, key, count_sequences(x.shape[0], cu_seqlens))
-    d_A = x.new_empty((0, *state.shape[1:]) if A is None else A.shape, dtype=torch.float32)
-    return *(tensor.new_empty(tensor.shape) for tensor in (x, rate, key, query)), d_A, state
-
-
-def _setup_context(ctx, inputs, output):
-    x, rate, key, query, A, _, cu_seqlens, ctx.reverse, ctx.saved = inputs
-    ctx.save_for_backward(x, rate, key, query, A, cu_seqlens, output[2])
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx, d_output, d_final, d_checkpoints):
-    x, rate, key, query, A, cu_seqlens, checkpoints = ctx.saved_tensors
-    assert ctx.saved, "the forward pass ran without saving checkpoints"
-    if d_output is None:
-        d_output = torch.zeros_like(x)
-    gradients = diagonal_scan_backward(x, rate, key, query, A, cu_seqlens, checkpoints, d_output, d_final, ctx.reverse)
-    needed = ctx.needs_input_grad[:6]
-    return *(gradient if need else None for gradient, need in zip(gradients, needed, strict=True)), None, None, None
-
-
-diagonal_scan.register_autograd(_differentiate, setup_context=_setup_context)
 
 
 def allocate(x: Tensor, key: Tensor, cu_seqlens: Tensor | None, save: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -369,28 +327,18 @@ def selective_scan_triton(
 
 
 def _scan(
-    x: Tensor,
-    rate: Tensor,
-    key: Tensor,
-    query: Tensor,
-    A: Tensor | None,
-    *,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    cu_seqlens: Tensor | None,
-    chunk_size: int | None,
-    reverse: Reverse,
-) -> tuple[Tensor, Tensor | None]:
+    x: Tensor, rate: Tensor, key: Tensor, query: Tensor, A: Tensor | None, *, initial_state: Tensor | None,
+    output_final_state: bool, cu_seqlens: Tensor | None, chunk_size: int | None, reverse: Reverse,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """`diagonal_scan` for A and states in the user's layout, [D, N] or [2, D, N] and [B or segments, D, N].
 
     `chunk_size` is ignored: the kernels take token after token.
     """
-    tensors = (x, rate, key, query, A, initial_state)
-    save = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    save = records_gradient(x, rate, key, query, A, initial_state)
     entries = key.shape[2]
     spare = (0, 0, 0, next_power_of_2(entries) - entries)
     A = None if A is None else F.pad(LOG2E * A.float().mT, spare)
     initial_state = None if initial_state is None else F.pad(initial_state.float().mT, spare)
-    cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(x.device)
+    cu_seqlens = borders_on(x.device, cu_seqlens)
     o, final, _ = diagonal_scan(x, rate, key, query, A, initial_state, cu_seqlens, number_of(reverse), save)
     return o, final[:, :entries].mT.contiguous() if output_final_state else None

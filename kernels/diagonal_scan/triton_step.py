@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from longseq.kernels.custom_op import custom_op
-from longseq.kernels.devices import channels_adjacent
+from longseq.kernels.devices import channels_adjacent, contiguous
 from longseq.kernels.triton_launch import cdiv, find_launch, launch_options
 from longseq.kernels.triton_steps import UNSPECIALISED, load_vector, row_tile, store_vector
 from longseq.kernels.triton_tiles import load_block, store_block
@@ -57,7 +57,7 @@ def diagonal_scan_step(
         channels_adjacent(key),
         channels_adjacent(query),
     )
-    state, A = state.contiguous(), None if A is None else A.contiguous()
+    state, A = state.contiguous(), contiguous(A)
     batch, channels, width = state.shape
     output, after = x.new_empty(x.shape), torch.empty_like(state)
     tile = row_tile(channels, width, NUMBERS)

@@ -25,7 +25,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from longseq.kernels.custom_op import custom_op
+from longseq.kernels.custom_op import Gradients, custom_op, empty_like, records_gradient
+from longseq.kernels.devices import contiguous
 from longseq.kernels.linear_attention.chunk import Inputs
 from longseq.kernels.linear_attention.reference import repeat_keys
 from longseq.kernels.linear_attention.triton_passes import (
@@ -44,7 +45,10 @@ from longseq.kernels.triton_launch import (
     ROW,
     TRITON_DTYPES,
     Launch,
+    add_up,
+    allocate_parts,
     block_width,
+    borders_on,
     cdiv,
     count_sequences,
     count_slots,
@@ -223,9 +227,7 @@ class _Call:
     def __init__(
         self, inputs: Inputs, cu_seqlens: Tensor | None, scale: float, reverse: int, precise: bool, transposed: bool
     ) -> None:
-        cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
-        q, k, v = (evenly(x) for x in inputs[:3])
-        self.inputs = Inputs(q, k, v, *(None if x is None else evenly(x) for x in inputs[3:]))
+        self.inputs = Inputs._make(evenly(x) for x in inputs)
         self.plan = plan = _plan(inputs, cu_seqlens, precise)
         self.batch, self.tokens, self.heads, _ = inputs.v.shape
         self.scale, self.transposed = scale, transposed
@@ -363,7 +365,7 @@ class _Call:
 
     def differentiate(
         self, q: Tensor, k: Tensor, d_o: Tensor | _Tiles, v: Tensor | _Tiles, decayed: _Decayed | None, scores: _Tiles,
-        states: _Tiles, d_states: _Tiles | None, gradients: tuple[Tensor | None, ...],
+        states: _Tiles, d_states: _Tiles | None, gradients: Gradients,
     ) -> None:  # fmt: skip
         """Write those of d_q, d_k and d_g that are given; with a gate per channel, `decayed` is given."""
         plan, width = self.plan, q.shape[3]
@@ -387,9 +389,7 @@ class _Call:
                 None if decayed is None else decayed.levels, *scores, *states, *(d_states or NOWHERE), *gradients,
             )  # fmt: skip
 
-    def differentiate_group(
-        self, d_output: Tensor, states: _Tiles, d_states: _Tiles, gradients: tuple[Tensor, ...]
-    ) -> None:
+    def differentiate_group(self, d_output: Tensor, states: _Tiles, d_states: _Tiles, gradients: Gradients) -> None:
         """Write the `gradients` of q, k and g where heads share q and k."""
         plan, (q, k, v, g, _) = self.plan, self.inputs
         block = plan.block("differentiate_group", plan.key_dim)
@@ -422,22 +422,18 @@ def _dtype_of_sums(g: Tensor | None, block: int) -> tl.dtype:
     return TRITON_DTYPES[g.dtype]
 
 
-@custom_op("linear_attention")
+def _allocate(q, k, v, g, g_value, initial_state, cu_seqlens, scale, reverse, precise, transposed, output_dtype, save):
+    plan = _plan(Inputs(q, k, v, g, g_value), cu_seqlens, precise)
+    kept = [*plan.scores(q), *plan.states(v)] if save else []
+    return v.new_empty(v.shape, dtype=output_dtype), plan.state(v, transposed), kept
+
+
+@custom_op("linear_attention", _allocate)
 def linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    g_value: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    reverse: int,
-    precise: bool,
-    transposed: bool,
-    output_dtype: torch.dtype,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, g_value: Tensor | None, initial_state: Tensor | None,
+    cu_seqlens: Tensor | None, scale: float, reverse: int, precise: bool, transposed: bool, output_dtype: torch.dtype,
     save: bool,
-) -> tuple[Tensor, Tensor, list[Tensor]]:
+) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """Returns o [B, T, H, V], the final state [B or segments, H, K, V] in float32, and if `save` A, states and units.
 
     The last is the list of tensors that the backward pass needs. The products have float32's precision if `precise`.
@@ -445,7 +441,7 @@ def linear_attention(
     """
     call = _Call(Inputs(q, k, v, g, g_value), cu_seqlens, scale, reverse, precise, transposed)
     q, k, v, g, g_value = call.inputs
-    plan, first = call.plan, None if initial_state is None else initial_state.contiguous()
+    plan, first = call.plan, contiguous(initial_state)
     output = v.new_empty(v.shape, dtype=output_dtype)
     if g_value is not None:
         values = call.decay(None, v, g_value)
@@ -467,43 +463,35 @@ def linear_attention(
     return output, final, [*scores, *states] if save else []
 
 
-@linear_attention.register_fake
-def _(q, k, v, g, g_value, initial_state, cu_seqlens, scale, reverse, precise, transposed, output_dtype, save):
-    plan = _plan(Inputs(q, k, v, g, g_value), cu_seqlens, precise)
-    kept = [*plan.scores(q), *plan.states(v)] if save else []
-    return v.new_empty(v.shape, dtype=output_dtype), plan.state(v, transposed), kept
-
-
-@custom_op("linear_attention_backward")
-def linear_attention_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    g_value: Tensor | None,
-    cu_seqlens: Tensor | None,
-    kept: list[Tensor],
-    d_output: Tensor,
-    d_final: Tensor | None,
-    scale: float,
-    reverse: int,
-    precise: bool,
+def _allocate_gradients(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, g_value: Tensor | None, cu_seqlens: Tensor | None,
+    kept: list[Tensor], d_output: Tensor, d_final: Tensor | None, scale: float, reverse: int, precise: bool,
     transposed: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of q, k, v, g and g_value (empty where these are None) and of the first state (in float32)."""
+) -> Gradients:  # fmt: skip
+    plan = _plan(Inputs(q, k, v, g, g_value), cu_seqlens, precise)
+    return *[empty_like(x) for x in (q, k, v, g, g_value)], plan.state(v, transposed)
+
+
+@linear_attention.gradient("q k v g g_value initial_state", fake=_allocate_gradients)
+def linear_attention_backward(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, g_value: Tensor | None, cu_seqlens: Tensor | None,
+    kept: list[Tensor], d_output: Tensor, d_final: Tensor | None, scale: float, reverse: int, precise: bool,
+    transposed: bool,
+) -> Gradients:  # fmt: skip
+    """The gradients of all inputs; that of the first state in float32."""
     call = _Call(Inputs(q, k, v, g, g_value), cu_seqlens, scale, reverse, precise, transposed)
     q, k, v, g, g_value = call.inputs
-    plan, d_output, d_last = call.plan, evenly(d_output), None if d_final is None else d_final.contiguous()
+    plan, d_output, d_last = call.plan, evenly(d_output), contiguous(d_final)
     scores, states = _Tiles(*kept[:2]), _Tiles(*kept[2:])
-    d_q, d_k, d_v = (x.new_empty(x.shape) for x in (q, k, v))
+    d_q, d_k, d_v, d_g_value = empty_like(q), empty_like(k), empty_like(v), empty_like(g_value)
     kernel = "differentiate_group" if plan.share > 1 else "differentiate"
     parts = cdiv(plan.key_dim, plan.block(kernel, plan.key_dim)) if plan.gate == "head" else 1
-    d_g, d_g_value = _allocate_parts(parts, q, g), _allocate_parts(1, q, g_value)
+    d_g = allocate_parts(parts, g)
     if g_value is not None:
         d_scores = plan.scores(q)
         values = call.decay(d_output, v, g_value, d_scores)
         d_states, d_initial = call.walk(q, values.queries, values.whole, d_last, backward=True)
-        call.differentiate(d_output, v, q, k, values, scores, states, d_states, (None, d_v, d_g_value[0]))
+        call.differentiate(d_output, v, q, k, values, scores, states, d_states, (None, d_v, d_g_value))
         call.read(values.queries, k, d_scores, states, d_q, by_value=True)
         call.read(values.keys, q, d_scores, d_states, d_k, by_value=True, transposed=True)
     elif plan.share > 1:
@@ -521,72 +509,14 @@ def linear_attention_backward(
             d_states, d_initial = call.walk(queries, d_output, whole, d_last, backward=True)
             call.read(side, d_output, scores, d_states, d_v, transposed=True)
         call.differentiate(q, k, *tiles, keys, d_scores, states, d_states, (d_q, d_k, d_g))
-    return d_q, d_k, d_v, _add_up(d_g, g), _add_up(d_g_value, g_value), d_initial
-
-
-@linear_attention_backward.register_fake
-def _(q, k, v, g, g_value, cu_seqlens, kept, d_output, d_final, scale, reverse, precise, transposed):
-    plan = _plan(Inputs(q, k, v, g, g_value), cu_seqlens, precise)
-    gradients = (q.new_empty((0,)) if x is None else x.new_empty(x.shape) for x in (q, k, v, g, g_value))
-    return *gradients, plan.state(v, transposed)
-
-
-def _allocate_parts(parts: int, q: Tensor, gate: Tensor | None) -> Tensor:
-    """Room for a gate's gradient, a part for each contributing program; several parts are float32 until summed."""
-    if gate is None:
-        return q.new_empty((1, 0))
-    return gate.new_empty((parts, *gate.shape), dtype=gate.dtype if parts == 1 else torch.float32)
-
-
-def _add_up(parts: Tensor, gate: Tensor | None) -> Tensor:
-    return parts[0] if gate is None or parts.shape[0] == 1 else parts.sum(0).to(gate.dtype)
-
-
-def _setup_context(ctx, inputs, output):
-    q, k, v, g, g_value, initial_state, cu_seqlens, *options, output_dtype, saved = inputs
-    ctx.options = options  # scale, reverse, precise, transposed
-    ctx.save_for_backward(q, k, v, g, g_value, cu_seqlens, *output[2])
-    ctx.initial_dtype = None if initial_state is None else initial_state.dtype
-    ctx.output_dtype, ctx.saved = output_dtype, saved
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx, d_output, d_final, *_):
-    q, k, v, g, g_value, cu_seqlens, *kept = ctx.saved_tensors
-    assert ctx.saved, "the forward pass ran without keeping what the backward pass needs"
-    if d_output is None:
-        d_output = v.new_zeros(v.shape, dtype=ctx.output_dtype)
-    d_q, d_k, d_v, d_g, d_g_value, d_initial = linear_attention_backward(
-        q, k, v, g, g_value, cu_seqlens, kept, d_output, d_final, *ctx.options
-    )
-    return (
-        d_q,
-        d_k,
-        d_v,
-        None if g is None else d_g,
-        None if g_value is None else d_g_value,
-        None if ctx.initial_dtype is None else d_initial.to(ctx.initial_dtype),
-        *(None,) * 7,
-    )
-
-
-linear_attention.register_autograd(_differentiate, setup_context=_setup_context)
+    return d_q, d_k, d_v, add_up(d_g, g), d_g_value, d_initial
 
 
 def linear_attention_triton(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    g: Tensor | None,
-    g_value: Tensor | None,
-    scale: float,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    cu_seqlens: Tensor | None,
-    chunk_size: int,
+    q: Tensor, k: Tensor, v: Tensor, *, g: Tensor | None, g_value: Tensor | None, scale: float,
+    initial_state: Tensor | None, output_final_state: bool, cu_seqlens: Tensor | None, chunk_size: int,
     reverse: Reverse,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """`linear_attention` in Triton kernels.
 
     `chunk_size` is ignored: the table of launches determines the length of chunks.
@@ -600,19 +530,13 @@ def linear_attention_triton(
 
 
 def run_linear_attention(
-    inputs: Inputs,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-    reverse: Reverse,
-    *,
-    precise: bool,
-    transposed: bool = False,
-    output_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
+    inputs: Inputs, initial_state: Tensor | None, cu_seqlens: Tensor | None, scale: float, reverse: Reverse, *,
+    precise: bool, transposed: bool = False, output_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`linear_attention` above with gradients saved where needed; `output_dtype` is v's type unless given."""
-    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*inputs, initial_state))
-    cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(inputs.q.device)
-    options = float(scale), number_of(reverse), precise, transposed, output_dtype or inputs.v.dtype, save
-    o, final, *_ = linear_attention(*inputs, initial_state, cu_seqlens, *options)
+    tensors, dtype = (*inputs, initial_state), output_dtype or inputs.v.dtype
+    o, final, _ = linear_attention(
+        *tensors, borders_on(inputs.q.device, cu_seqlens), float(scale), number_of(reverse), precise, transposed,
+        dtype, records_gradient(*tensors),
+    )  # fmt: skip
     return o, final

@@ -908,7 +908,8 @@ def differentiate_group(
     if live <= 0:
         return
     NEXT = direction(REVERSE)
-    d_g += block.to(tl.int64) * tokens * H + token * H
+    if g is not None:
+        d_g += block.to(tl.int64) * tokens * H + token * H
     i = tl.arange(0, CHUNK)
     qs, q_unit = load_scaled(q + token * q_token + group * K, q_token * NEXT, live, column, K, SCALED, CHUNK, BLOCK)
     ks, k_unit = load_scaled(k + token * k_token + group * K, k_token * NEXT, live, column, K, SCALED, CHUNK, BLOCK)

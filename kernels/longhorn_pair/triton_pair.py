@@ -8,7 +8,7 @@ The gradients of the convolution's input and of the gate are written to the two 
 import torch
 from torch import Tensor
 
-from longseq.kernels.custom_op import Gradients, custom_op
+from longseq.kernels.custom_op import Gradients, custom_op, records_gradient
 from longseq.kernels.diagonal_scan.triton_scan import allocate, diagonal_scan, differentiate_scan
 from longseq.kernels.longhorn_pair.triton_rates import add_ranks, differentiate_rates, find_rates
 from longseq.kernels.precision import without_autocast
@@ -184,6 +184,5 @@ def longhorn_pair_triton(
 ) -> Tensor:
     """`longhorn_pair` in Triton."""
     tensors = (projected, taps, offset, selection, rate, rate_offset, skip)
-    save = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     with without_autocast(projected):
-        return longhorn_pair(*tensors, save)[0]
+        return longhorn_pair(*tensors, records_gradient(*tensors))[0]

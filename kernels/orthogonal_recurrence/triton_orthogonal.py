@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from longseq.kernels.custom_op import custom_op
-from longseq.kernels.devices import longseq_shared_memory
+from longseq.kernels.custom_op import Gradients, custom_op, empty_like, records_gradient
+from longseq.kernels.devices import contiguous, longseq_shared_memory
 from longseq.kernels.orthogonal_recurrence.chunk import Inputs
 from longseq.kernels.orthogonal_recurrence.reference import has_unit_columns
 from longseq.kernels.orthogonal_recurrence.triton_chunks import advance_chunks, read_out
@@ -32,6 +32,7 @@ from longseq.kernels.triton_launch import (
     TRITON_DTYPES,
     Launch,
     block_width,
+    borders_on,
     cdiv,
     count_sequences,
     count_slots,
@@ -174,13 +175,12 @@ class _Call:
         self, inputs: Inputs, initial_state: Tensor, cu_seqlens: Tensor | None, objective: str, unit: bool,
         scale: float, chunk_size: int, reverse: int,
     ) -> None:  # fmt: skip
-        q, k, v, gamma = (evenly(x) for x in inputs[:4])
-        self.inputs = Inputs(q, k, v, gamma, *(None if x is None else evenly(x) for x in inputs[4:]))
+        self.inputs = Inputs._make(evenly(x) for x in inputs)
         self.initial, self.scale, self.objective, self.unit = initial_state.contiguous(), scale, objective, unit
-        self.cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
-        self.form = _form(inputs, self.cu_seqlens, objective, unit, chunk_size, reverse)
-        _, self.tokens, self.heads, self.width = v.shape
-        self.columns = k.shape[3]
+        self.cu_seqlens = cu_seqlens
+        self.form = _form(inputs, cu_seqlens, objective, unit, chunk_size, reverse)
+        _, self.tokens, self.heads, self.width = inputs.v.shape
+        self.columns = inputs.k.shape[3]
         self.rows = self.form.slots * self.heads
 
     def _launch(self, kernel: Any, programs: int, numbers: tuple[float, ...], **constants: Any) -> Any:
@@ -218,9 +218,7 @@ class _Call:
             *self.inputs[:5], self.cu_seqlens, self.form.sequence_of, *kept[:2], output
         )
 
-    def retreat_tokens(
-        self, kept: list[Tensor], d_output: Tensor, d_final: Tensor | None, grads: list[Tensor | None]
-    ) -> None:
+    def retreat_tokens(self, kept: list[Tensor], d_output: Tensor, d_final: Tensor | None, grads: Gradients) -> None:
         room = CHECKPOINT * (self.width * self.columns + self.width + 2 * self.columns)
         programs = min(self.form.sequences * self.heads, max(SCRATCH // room, 1))
         numbers = (self.scale, self.tokens, self.heads, self.form.sequences, *steps(*self.inputs, d_output))
@@ -230,7 +228,7 @@ class _Call:
         )
 
     def differentiate_chunks(
-        self, kept: list[Tensor], d_output: Tensor, d_final: Tensor | None, grads: list[Tensor | None]
+        self, kept: list[Tensor], d_output: Tensor, d_final: Tensor | None, grads: Gradients
     ) -> None:
         states, h_or_a, _, _ = kept
         d_q, d_k, d_v, d_gamma, d_g, _, d_initial = grads
@@ -268,23 +266,19 @@ class _Call:
         )
 
 
-@custom_op("orthogonal_recurrence")
+def _allocate_results(
+    q, k, v, gamma, g, threshold, initial_state, cu_seqlens, objective, unit, scale, chunk_size, reverse, save
+):
+    form = _form(Inputs(q, k, v, gamma, g, threshold), cu_seqlens, objective, unit, chunk_size, reverse)
+    output, final, kept = _allocate(form, k, v, save)
+    return output, final, kept if save else []
+
+
+@custom_op("orthogonal_recurrence", _allocate_results)
 def orthogonal_recurrence(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gamma: Tensor,
-    g: Tensor | None,
-    threshold: Tensor | None,
-    initial_state: Tensor,
-    cu_seqlens: Tensor | None,
-    objective: str,
-    unit: bool,
-    scale: float,
-    chunk_size: int,
-    reverse: int,
-    save: bool,
-) -> tuple[Tensor, Tensor, list[Tensor]]:
+    q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, g: Tensor | None, threshold: Tensor | None, initial_state: Tensor,
+    cu_seqlens: Tensor | None, objective: str, unit: bool, scale: float, chunk_size: int, reverse: int, save: bool,
+) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """Returns o [B, T, H, D] in v's type, the final state, and if `save` what the backward pass needs.
 
     The final state is [B or segments, H, D, M] in float32; the list has the order of `_allocate`.
@@ -294,13 +288,6 @@ def orthogonal_recurrence(
     output, final, kept = _allocate(call.form, k, v, save)
     advance = call.advance_tokens if call.form.is_exact else call.advance_chunks
     advance(kept, output, final, save)
-    return output, final, kept if save else []
-
-
-@orthogonal_recurrence.register_fake
-def _(q, k, v, gamma, g, threshold, initial_state, cu_seqlens, objective, unit, scale, chunk_size, reverse, save):
-    form = _form(Inputs(q, k, v, gamma, g, threshold), cu_seqlens, objective, unit, chunk_size, reverse)
-    output, final, kept = _allocate(form, k, v, save)
     return output, final, kept if save else []
 
 
@@ -328,95 +315,36 @@ def _allocate(form: _Form, k: Tensor, v: Tensor, save: bool) -> tuple[Tensor, Te
     return v.new_empty(v.shape), final, kept
 
 
-@custom_op("orthogonal_recurrence_backward")
+def _allocate_gradients(
+    q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, g: Tensor | None, threshold: Tensor | None, initial_state: Tensor,
+    *_: Any,
+) -> Gradients:  # fmt: skip
+    d_initial = initial_state.new_empty(initial_state.shape, dtype=torch.float32)
+    return *[empty_like(x) for x in (q, k, v, gamma, g, threshold)], d_initial
+
+
+@orthogonal_recurrence.gradient("q k v gamma g threshold initial_state", fake=_allocate_gradients)
 def orthogonal_recurrence_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gamma: Tensor,
-    g: Tensor | None,
-    threshold: Tensor | None,
-    initial_state: Tensor,
-    cu_seqlens: Tensor | None,
-    kept: list[Tensor],
-    d_output: Tensor,
-    d_final: Tensor | None,
-    objective: str,
-    unit: bool,
-    scale: float,
-    chunk_size: int,
-    reverse: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of q, k, v, gamma, g, threshold (empty for those absent) and of the initial state in float32."""
+    q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, g: Tensor | None, threshold: Tensor | None, initial_state: Tensor,
+    cu_seqlens: Tensor | None, kept: list[Tensor], d_output: Tensor, d_final: Tensor | None, objective: str, unit: bool,
+    scale: float, chunk_size: int, reverse: int,
+) -> Gradients:  # fmt: skip
+    """The gradients of all inputs; that of the initial state in float32."""
     inputs = Inputs(q, k, v, gamma, g, threshold)
     call = _Call(inputs, initial_state, cu_seqlens, objective, unit, scale, chunk_size, reverse)
-    grads = _gradients_like(inputs, initial_state)
-    given = [None if x is None else grad for x, grad in zip((*inputs, initial_state), grads, strict=True)]
+    grads = _allocate_gradients(*inputs, initial_state)
     differentiate = call.retreat_tokens if call.form.is_exact else call.differentiate_chunks
-    differentiate(kept, evenly(d_output), None if d_final is None else d_final.contiguous(), given)
+    differentiate(kept, evenly(d_output), contiguous(d_final), grads)
     return grads
 
 
-@orthogonal_recurrence_backward.register_fake
-def _(
-    q, k, v, gamma, g, threshold, initial_state, cu_seqlens, kept, d_output, d_final, objective, unit, scale,
-    chunk_size, reverse,
-):  # fmt: skip
-    return _gradients_like(Inputs(q, k, v, gamma, g, threshold), initial_state)
-
-
-def _gradients_like(
-    inputs: Inputs, initial_state: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Buffers for the gradients: contiguous; that of the state in float32, those of absent inputs empty."""
-    q, k, v, gamma, g, threshold = (inputs.q.new_empty((0,)) if x is None else x.new_empty(x.shape) for x in inputs)
-    return q, k, v, gamma, g, threshold, initial_state.new_empty(initial_state.shape, dtype=torch.float32)
-
-
-def _setup_context(ctx, inputs, output):
-    tensors, (*ctx.options, ctx.saved) = inputs[:8], inputs[8:]
-    ctx.save_for_backward(*tensors, *output[2])
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx, d_output, d_final, *_):
-    saved = ctx.saved_tensors  # read once: under activation checkpointing, saved tensors can be read only once
-    tensors, kept = saved[:8], saved[8:]
-    _, _, v, *_, initial_state, _ = tensors
-    assert ctx.saved, "the forward pass ran without keeping what the backward pass needs"
-    if d_output is None:
-        d_output = v.new_zeros(v.shape)
-    needed = ctx.needs_input_grad[:7]
-    *grads, d_initial = orthogonal_recurrence_backward(*tensors, list(kept), d_output, d_final, *ctx.options)
-    grads = [*grads, d_initial.to(initial_state.dtype)]
-    return *(grad if need else None for grad, need in zip(grads, needed, strict=True)), *(None,) * 7
-
-
-orthogonal_recurrence.register_autograd(_differentiate, setup_context=_setup_context)
-
-
 def orthogonal_recurrence_triton(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gamma: Tensor,
-    *,
-    objective: str,
-    g: Tensor | None,
-    normalize: bool,
-    threshold: Tensor | None,
-    scale: float,
-    initial_state: Tensor,
-    output_final_state: bool,
-    cu_seqlens: Tensor | None,
-    chunk_size: int,
-    reverse: Reverse,
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, *, objective: str, g: Tensor | None, normalize: bool,
+    threshold: Tensor | None, scale: float, initial_state: Tensor, output_final_state: bool, cu_seqlens: Tensor | None,
+    chunk_size: int, reverse: Reverse,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """`orthogonal_recurrence` in Triton kernels."""
-    tensors = (q, k, v, gamma, g, threshold, initial_state)
-    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(k.device)
-    unit = has_unit_columns(objective, normalize)
-    options = objective, unit, float(scale), chunk_size, number_of(reverse), save
-    o, final, _ = orthogonal_recurrence(q, k, v, gamma, g, threshold, initial_state, cu_seqlens, *options)
+    tensors, unit = (q, k, v, gamma, g, threshold, initial_state), has_unit_columns(objective, normalize)
+    options = objective, unit, float(scale), chunk_size, number_of(reverse), records_gradient(*tensors)
+    o, final, _ = orthogonal_recurrence(*tensors, borders_on(k.device, cu_seqlens), *options)
     return o, final if output_final_state else None

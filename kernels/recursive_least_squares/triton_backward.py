@@ -62,14 +62,8 @@ def linearize(
     T, H, x_row, x_token, x_head, u_row, u_token, u_head, do_row, do_token, do_head,
     K: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """For one chunk of one head: Φ, x̃, a and Nᵀ (even programs); β̃, b and the gradient of x (odd programs).
-
-    The gradient of x is left out where `d_x` is None. If only that gradient is needed, `transitions` is None, and there
-    are no even programs.
-    """
+    """For one chunk of one head: Φ, x̃, a and Nᵀ (even programs); β̃, b and the gradient of x (odd programs)."""
     program = tl.program_id(0)
-    if transitions is None:
-        program = 2 * program + 1
     head = (program // 2 % H).to(tl.int64)
     slot = (program // 2 // H).to(tl.int64)
     place = slot * H + head
@@ -82,32 +76,29 @@ def linearize(
     matrix = place * CHUNK * CHUNK
     tokens = place * CHUNK * K
     if program % 2 == 0:
-        if transitions is not None:
-            x += row * x_row + start * x_token + head * x_head
-            value = load_rows(x, x_token * NEXT, live, K, PRECISION == "tf32", CHUNK, BLOCK)
-            among, left = respond(value, u, u_token, inverse, written, place, live, K, PRECISION, CHUNK, BLOCK)
-            store_block(weights + matrix, 0, 0, among, CHUNK, CHUNK, CHUNK, CHUNK)
-            store_block(read + tokens, 0, 0, left, CHUNK, K, CHUNK, BLOCK)
-            tl.debug_barrier()  # written is loaded again, not held in registers
-            columns = load_transposed(written + tokens, CHUNK, K, CHUNK, BLOCK)
-            factor = load_block(inverse + matrix, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
-            columns = multiply(columns, factor, PRECISION=PRECISION)
-            store_block(solved + tokens, 0, 0, columns, K, CHUNK, BLOCK, CHUNK)
-            rows = load_tokens(u, u_token, live, 0, K, CHUNK, BLOCK).to(tl.float32)
-            transition = identity(BLOCK) - multiply(columns, rows, PRECISION=PRECISION)
-            _store_halves(transitions + 2 * place * K * K, transition, K, BLOCK)
+        x += row * x_row + start * x_token + head * x_head
+        value = load_rows(x, x_token * NEXT, live, K, PRECISION == "tf32", CHUNK, BLOCK)
+        among, left = respond(value, u, u_token, inverse, written, place, live, K, PRECISION, CHUNK, BLOCK)
+        store_block(weights + matrix, 0, 0, among, CHUNK, CHUNK, CHUNK, CHUNK)
+        store_block(read + tokens, 0, 0, left, CHUNK, K, CHUNK, BLOCK)
+        tl.debug_barrier()  # written is loaded again, not held in registers
+        columns = load_transposed(written + tokens, CHUNK, K, CHUNK, BLOCK)
+        factor = load_block(inverse + matrix, 0, 0, CHUNK, CHUNK, CHUNK, CHUNK)
+        columns = multiply(columns, factor, PRECISION=PRECISION)
+        store_block(solved + tokens, 0, 0, columns, K, CHUNK, BLOCK, CHUNK)
+        rows = load_tokens(u, u_token, live, 0, K, CHUNK, BLOCK).to(tl.float32)
+        transition = identity(BLOCK) - multiply(columns, rows, PRECISION=PRECISION)
+        _store_halves(transitions + 2 * place * K * K, transition, K, BLOCK)
     else:
         d_output += row * do_row + start * do_token + head * do_head
         value = load_rows(d_output, do_token * NEXT, live, K, PRECISION == "tf32", CHUNK, BLOCK)
         among, left = respond(value, u, u_token, inverse, written, place, live, K, PRECISION, CHUNK, BLOCK)
-        if transitions is not None:
-            store_block(d_weights + matrix, 0, 0, among, CHUNK, CHUNK, CHUNK, CHUNK)
-            store_block(d_read + tokens, 0, 0, left, CHUNK, K, CHUNK, BLOCK)
-        if d_x is not None:
-            if added is not None:
-                added += row * T + token_after(start, 0, T, REVERSE)
-            dx = finish(value, among, left, u, u_token, states, added, place, live, K, PRECISION, CHUNK, BLOCK)
-            store_tokens(d_x + ((row * T + start) * H + head) * K, H * K * NEXT, live, 0, dx, K, CHUNK, BLOCK)
+        store_block(d_weights + matrix, 0, 0, among, CHUNK, CHUNK, CHUNK, CHUNK)
+        store_block(d_read + tokens, 0, 0, left, CHUNK, K, CHUNK, BLOCK)
+        if added is not None:
+            added += row * T + token_after(start, 0, T, REVERSE)
+        dx = finish(value, among, left, u, u_token, states, added, place, live, K, PRECISION, CHUNK, BLOCK)
+        store_tokens(d_x + ((row * T + start) * H + head) * K, H * K * NEXT, live, 0, dx, K, CHUNK, BLOCK)
 
 
 @triton.jit

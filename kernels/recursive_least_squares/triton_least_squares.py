@@ -39,8 +39,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from longseq.kernels.custom_op import custom_op
-from longseq.kernels.devices import channels_adjacent
+from longseq.kernels.custom_op import Gradients, custom_op, empty_like
+from longseq.kernels.devices import channels_adjacent, contiguous
 from longseq.kernels.reading import Reverse, number_of, turn
 from longseq.kernels.recursive_least_squares.reference import InverseState, refresh_due, symmetric
 from longseq.kernels.recursive_least_squares.triton_backward import (
@@ -56,6 +56,7 @@ from longseq.kernels.triton_launch import (
     ROW,
     Launch,
     block_width,
+    borders_on,
     cdiv,
     count_sequences,
     count_slots,
@@ -121,32 +122,33 @@ def _cut(plan: _Plan, u: Tensor, cu_seqlens: Tensor | None) -> tuple[int, int]:
     return (cdiv(chunks, span), span) if span else (1, chunks)
 
 
-@custom_op("recursive_least_squares")
+def _allocate(x, u, added, initial_state, cu_seqlens, lambda0, reverse, precision, dtype):
+    plan, (heads, width) = _plan(u, cu_seqlens, precision), u.shape[2:]
+    shapes = (width, width), (plan.chunk, plan.chunk), (plan.chunk, width)
+    final = u.new_empty((plan.sequences, heads, width, width), dtype=torch.float32)
+    kept = [u.new_empty((plan.slots, heads, *shape), dtype=torch.float32) for shape in shapes]
+    return x.new_empty(x.shape, dtype=dtype), final, *kept
+
+
+@custom_op("recursive_least_squares", _allocate)
 def recursive_least_squares(
-    x: Tensor,
-    u: Tensor,
-    added: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    lambda0: float,
-    reverse: int,
-    precision: str,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, u: Tensor, added: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None, lambda0: float,
+    reverse: int, precision: str, dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns y in `dtype`, the final A, and for the backward pass A before each chunk, L^{-1} and Y.
 
     The final A is [B or segments, H, K, K] in float32. `added` [B, T] in float32 is what a refresh adds to the diagonal
     after each token, in the order of reading.
     """
     x, u = channels_adjacent(x), channels_adjacent(u)
-    added = None if added is None else added.contiguous()
-    initial_state = None if initial_state is None else initial_state.contiguous()
-    cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
+    added, initial_state = contiguous(added), contiguous(initial_state)
     plan = _plan(u, cu_seqlens, precision)
     tokens, heads, width = u.shape[1:]
     segments, span = _cut(plan, u, cu_seqlens)
     sequence_of = sequence_of_slots(plan.slots, plan.chunk, tokens, cu_seqlens)
-    output, final, states, inverse, written = _allocate(plan, x, u, dtype)
+    output, final, states, inverse, written = _allocate(
+        x, u, added, initial_state, cu_seqlens, lambda0, reverse, precision, dtype
+    )
     walk = {"REVERSE": reverse, "EXACT": plan.half, **plan.constants}
     segment_starts, refused = None, None
     if segments > 1:
@@ -178,86 +180,53 @@ def recursive_least_squares(
     return output, final, states, inverse, written
 
 
-@recursive_least_squares.register_fake
-def _(x, u, added, initial_state, cu_seqlens, lambda0, reverse, precision, dtype):
-    return _allocate(_plan(u, cu_seqlens, precision), x, u, dtype)
+def _allocate_gradients(
+    x: Tensor, u: Tensor, added: Tensor | None, cu_seqlens: Tensor | None, states: Tensor, inverse: Tensor,
+    written: Tensor, d_output: Tensor, *_: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    d_x = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, d_output.dtype))
+    return d_x, empty_like(u), states.new_empty((count_sequences(u.shape[0], cu_seqlens), *states.shape[1:]))
 
 
-def _allocate(plan: _Plan, x: Tensor, u: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Empty tensors for the results of the forward pass."""
-    heads, width = u.shape[2:]
-    final = u.new_empty((plan.sequences, heads, width, width), dtype=torch.float32)
-    states = u.new_empty((plan.slots, heads, width, width), dtype=torch.float32)
-    inverse = u.new_empty((plan.slots, heads, plan.chunk, plan.chunk), dtype=torch.float32)
-    written = u.new_empty((plan.slots, heads, plan.chunk, width), dtype=torch.float32)
-    return x.new_empty(x.shape, dtype=dtype), final, states, inverse, written
-
-
-@custom_op("recursive_least_squares_backward")
+@recursive_least_squares.gradient("x u initial_state", outputs=3, fake=_allocate_gradients)
 def recursive_least_squares_backward(
-    x: Tensor,
-    u: Tensor,
-    added: Tensor | None,
-    cu_seqlens: Tensor | None,
-    states: Tensor,
-    inverse: Tensor,
-    written: Tensor,
-    d_output: Tensor,
-    d_final: Tensor | None,
-    reverse: int,
-    precision: str,
-    wanted: list[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x (in the wider of its and the output's types), of u and of the first A (in float32).
-
-    `wanted` has the same order. Those not wanted are empty.
-    """
-    wants_x, wants_u, wants_A = wanted
-    walks = wants_u or wants_A
+    x: Tensor, u: Tensor, added: Tensor | None, cu_seqlens: Tensor | None, states: Tensor, inverse: Tensor,
+    written: Tensor, d_output: Tensor, d_final: Tensor | None, reverse: int, precision: str, wanted: list[bool],
+) -> Gradients:  # fmt: skip
+    """The gradients of x (in the wider of its and the output's types), of u and of the first A (in float32)."""
     x, u, d_output = channels_adjacent(x), channels_adjacent(u), channels_adjacent(d_output)
-    added = None if added is None else added.contiguous()
-    d_final = None if d_final is None else d_final.contiguous()
-    cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
+    added, d_final = contiguous(added), contiguous(d_final)
     plan = _plan(u, cu_seqlens, precision)
     tokens, heads, width = u.shape[1:]
     segments, span = _cut(plan, u, cu_seqlens)
     sequence_of = sequence_of_slots(plan.slots, plan.chunk, tokens, cu_seqlens)
-    d_x, d_u, d_initial = _allocate_gradients(x, u, plan.sequences, d_output, wanted)
-    kept: list[Tensor | None] = [None] * 6
-    if walks:
-        transitions = states.new_empty((2, *states.shape), dtype=torch.float16)
-        read, d_read, solved = torch.empty_like(written), torch.empty_like(written), torch.empty_like(written)
-        weights, d_weights = torch.empty_like(inverse), torch.empty_like(inverse)
-        kept = [transitions, read, d_read, weights, d_weights, solved]
+    d_x, d_u, d_initial = _allocate_gradients(x, u, added, cu_seqlens, states, inverse, written, d_output)
+    transitions = states.new_empty((2, *states.shape), dtype=torch.float16)
+    read, d_read, solved = torch.empty_like(written), torch.empty_like(written), torch.empty_like(written)
+    weights, d_weights = torch.empty_like(inverse), torch.empty_like(inverse)
     over_chunks = {"REVERSE": reverse, "PRECISION": precision, **plan.constants}
     numbers = (tokens, heads, *strides(x), *strides(u), *strides(d_output))
-    plan.launch(linearize, u, (2 if walks else 1) * plan.slots * heads, numbers, **over_chunks)(
-        x, u, added, cu_seqlens, sequence_of, states, inverse, written, d_output, *kept, d_x if wants_x else None
-    )
-    if not walks:
-        return d_x, d_u, d_initial
-    d_states = torch.empty_like(states)
-    if not wants_A:
-        d_initial = states.new_empty((plan.sequences, heads, width, width))
-    segment_transitions, segment_gains = None, None
-    numbers, walk = (segments, span, tokens, heads), {"PRECISION": precision, **plan.constants}
+    plan.launch(linearize, u, 2 * plan.slots * heads, numbers, **over_chunks)(
+        x, u, added, cu_seqlens, sequence_of, states, inverse, written, d_output, transitions, read, d_read, weights,
+        d_weights, solved, d_x,
+    )  # fmt: skip
+    d_states, segment_transitions, segment_gains = torch.empty_like(states), None, None
+    walk, walk_constants = (segments, span, tokens, heads), {"PRECISION": precision, **plan.constants}
     if segments > 1:
         squares = (plan.sequences, heads, segments, width, width)
         segment_transitions = transitions.new_empty((2, *squares))
         segment_gains = states.new_empty(squares)
-        plan.launch(accumulate, u, 2 * plan.sequences * heads * (segments - 1), numbers, **walk)(
+        plan.launch(accumulate, u, 2 * plan.sequences * heads * (segments - 1), walk, **walk_constants)(
             transitions, read, d_read, segment_transitions, segment_gains
         )
-    plan.launch(retreat, u, plan.sequences * heads * segments, numbers, **walk)(
+    plan.launch(retreat, u, plan.sequences * heads * segments, walk, **walk_constants)(
         cu_seqlens, transitions, read, d_read, segment_transitions, segment_gains, d_final, d_states, d_initial
     )
-    if wants_u:
-        numbers = (tokens, heads, *strides(u))
-        plan.launch(differentiate_directions, u, plan.slots * heads, numbers, **over_chunks)(
-            u, added, cu_seqlens, sequence_of, states, d_states, read, d_read, weights, d_weights, solved, d_u
-        )
-    if not wants_A:
-        return d_x, d_u, states.new_empty((0,))
+    plan.launch(differentiate_directions, u, plan.slots * heads, (tokens, heads, *strides(u)), **over_chunks)(
+        u, added, cu_seqlens, sequence_of, states, d_states, read, d_read, weights, d_weights, solved, d_u
+    )
+    if not wanted[2]:
+        return d_x, d_u, None
     if cu_seqlens is None:
         return d_x, d_u, symmetric(d_initial)
     # The final state of an empty sequence is its first one, not symmetrised.
@@ -265,66 +234,17 @@ def recursive_least_squares_backward(
     return d_x, d_u, torch.where(empty, d_initial, symmetric(d_initial))
 
 
-@recursive_least_squares_backward.register_fake
-def _(x, u, added, cu_seqlens, states, inverse, written, d_output, d_final, reverse, precision, wanted):
-    return _allocate_gradients(x, u, count_sequences(u.shape[0], cu_seqlens), d_output, wanted)
-
-
-def _allocate_gradients(
-    x: Tensor, u: Tensor, sequences: int, d_output: Tensor, wanted: list[bool]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Buffers for the gradients of x, u and the first A, empty for those not wanted."""
-    wants_x, wants_u, wants_A = wanted
-    heads, width = u.shape[2:]
-    return (
-        x.new_empty(x.shape if wants_x else (0,), dtype=torch.promote_types(x.dtype, d_output.dtype)),
-        u.new_empty(u.shape if wants_u else (0,)),
-        u.new_empty((sequences, heads, width, width) if wants_A else (0,), dtype=torch.float32),
-    )
-
-
-def _setup_context(ctx, inputs, output):
-    x, u, added, initial_state, cu_seqlens, _, ctx.reverse, ctx.precision, ctx.dtype = inputs
-    _, _, *kept = output
-    ctx.save_for_backward(x, u, added, cu_seqlens, *kept)
-    ctx.initial_dtype = None if initial_state is None else initial_state.dtype
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx, d_output, d_final, *_):
-    x, u, added, cu_seqlens, *kept = ctx.saved_tensors
-    d_output = x.new_zeros(x.shape, dtype=ctx.dtype) if d_output is None else d_output
-    wants_x, wants_u, _, wants_A = ctx.needs_input_grad[:4]
-    d_x, d_u, d_initial = recursive_least_squares_backward(
-        x, u, added, cu_seqlens, *kept, d_output, d_final, ctx.reverse, ctx.precision, [wants_x, wants_u, wants_A]
-    )
-    d_initial = d_initial.to(ctx.initial_dtype) if wants_A else None
-    return d_x if wants_x else None, d_u if wants_u else None, None, d_initial, *(None,) * 5
-
-
-recursive_least_squares.register_autograd(_differentiate, setup_context=_setup_context)
-
-
 def recursive_least_squares_triton(
-    x: Tensor,
-    u: Tensor,
-    *,
-    count: Tensor,
-    lambda0: float,
-    refresh_period: int | None,
-    refresh: float,
-    initial_state: InverseState | None,
-    output_final_state: bool,
-    cu_seqlens: Tensor | None,
-    chunk_size: int,
+    x: Tensor, u: Tensor, *, count: Tensor, lambda0: float, refresh_period: int | None, refresh: float,
+    initial_state: InverseState | None, output_final_state: bool, cu_seqlens: Tensor | None, chunk_size: int,
     reverse: Reverse,
-) -> tuple[Tensor, InverseState | None]:
+) -> tuple[Tensor, InverseState | None]:  # fmt: skip
     """`recursive_least_squares` in Triton kernels.
 
     `chunk_size` is ignored: the table of launches determines the length of chunks. For bfloat16 inputs, matrix products
     are one TF32 product, with 11 bits, where these are enough (see above), and otherwise up to three.
     """
-    cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(u.device)
+    cu_seqlens = borders_on(u.device, cu_seqlens)
     precision = "tf32" if x.dtype == u.dtype == torch.bfloat16 else "tf32x3"
     A, steps = (None, None) if initial_state is None else initial_state
     seen, count, final_steps = count_steps(count, steps, cu_seqlens, reverse)

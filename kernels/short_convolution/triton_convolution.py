@@ -21,12 +21,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from longseq.kernels.custom_op import Gradients, custom_op
-from longseq.kernels.devices import channels_adjacent
+from longseq.kernels.devices import channels_adjacent, contiguous
 from longseq.kernels.packing import find_once, sequence_of_tokens
 from longseq.kernels.reading import Reverse, number_of
 from longseq.kernels.short_convolution.chunk import convolve_windows
 from longseq.kernels.short_convolution.reference import convolve_each_way
-from longseq.kernels.triton_launch import PREPARED, Launch, Prepared, cdiv, find_launch, next_power_of_2
+from longseq.kernels.triton_launch import PREPARED, Launch, Prepared, borders_on, cdiv, find_launch, next_power_of_2
 from longseq.kernels.triton_tiles import MINUS_LOG2_E, direction, sequence, token_after
 
 # By bytes of an input: channels of a program, tokens whose loads are issued together, warps. Those for two bytes were
@@ -427,8 +427,7 @@ def causal_convolution(
     Weight [2, D, W] and bias [2, D] convolve x once forward and once backward: y and the state then have 2 B rows. y is
     in x's type.
     """
-    x, weight, bias = channels_adjacent(x), weight.contiguous(), None if bias is None else bias.contiguous()
-    state = None if initial_state is None else initial_state.contiguous()
+    x, weight, bias, state = channels_adjacent(x), weight.contiguous(), contiguous(bias), contiguous(initial_state)
     y = _allocate_output(x, weight)
     launch = _prepare(
         "forward", x.device, x.shape, x.stride()[:2], WALKS[x.element_size()]["forward"],
@@ -467,8 +466,7 @@ def differentiate_convolution(
     both readings, and `skip_weight` [2, D] has a row for each of them.
     """
     x, dy, weight = channels_adjacent(x), channels_adjacent(dy), weight.contiguous()
-    bias = None if bias is None else bias.contiguous()
-    state = None if initial_state is None else initial_state.contiguous()
+    bias, state = contiguous(bias), contiguous(initial_state)
     channels, width = weight.shape[-2:]
     table = WALKS[x.element_size()]["backward"]
     constants = {
@@ -507,7 +505,7 @@ def short_convolution_triton(
     silu = activation == "silu"
     if mask is None:
         state, cu_seqlens, reverse = call["initial_state"], call["cu_seqlens"], call["reverse"]
-        cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(x.device).contiguous()
+        cu_seqlens = borders_on(x.device, cu_seqlens)
         y = causal_convolution(x, weight, bias, state, cu_seqlens, silu, number_of(reverse))
         return y, last_states(x, weight, state, cu_seqlens, reverse) if call["output_final_state"] else None
     if weight.dim() == 3:

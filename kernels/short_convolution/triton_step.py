@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from longseq.kernels.custom_op import custom_op, results_like
-from longseq.kernels.devices import channels_adjacent
+from longseq.kernels.devices import channels_adjacent, contiguous
 from longseq.kernels.triton_launch import cdiv, find_launch, launch_options
 from longseq.kernels.triton_steps import UNSPECIALISED, load_vector, row_tile, store_vector
 
@@ -48,7 +48,7 @@ def short_convolution_step_triton(
 ) -> tuple[Tensor, Tensor]:
     """Returns y [B, D] in x's dtype and the next state [B, D, W-1] in float32."""
     x, weight, state = channels_adjacent(x), weight.contiguous(), state.contiguous()
-    bias = None if bias is None else bias.contiguous()
+    bias = contiguous(bias)
     channels, width = weight.shape
     output, after = x.new_empty(x.shape), torch.empty_like(state)
     tile = row_tile(channels, width, NUMBERS)

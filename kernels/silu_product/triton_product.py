@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from longseq.kernels.custom_op import Gradients, custom_op
-from longseq.kernels.devices import rows_of
+from longseq.kernels.devices import contiguous, rows_of
 from longseq.kernels.triton_launch import cdiv, find_launch, launch_options, next_power_of_2
 from longseq.kernels.triton_tiles import load_rows
 
@@ -143,7 +143,7 @@ def silu_product_triton(x: Tensor, gate: Tensor, skip: Tensor | None, skip_weigh
         multiply, x.device, cdiv(rows, shape["BLOCK_R"]) * cdiv(channels, shape["BLOCK_D"]),
         (rows, channels, x_row, gate_row, skip_row), HAS_SKIP=skip is not None, PAIRED=_is_pair(skip_weight), **shape,
     )  # fmt: skip
-    launch(values, gates, skips, None if skip_weight is None else skip_weight.contiguous(), y)
+    launch(values, gates, skips, contiguous(skip_weight), y)
     return y
 
 
@@ -187,7 +187,7 @@ def differentiate(
         HAS_SKIP=skip is not None, PAIRED=_is_pair(skip_weight), APART=d_skip is not None, WEIGHS=weighs, **shape,
     )  # fmt: skip
     launch(
-        values, gates, skips, None if skip_weight is None else skip_weight.contiguous(), gradients,
+        values, gates, skips, contiguous(skip_weight), gradients,
         dx, d_gate, d_skip, parts,
     )  # fmt: skip
     return parts.sum(-2).to(skip_weight.dtype) if weighs and skip_weight is not None else x.new_empty((0,))

@@ -141,7 +141,7 @@ def differentiate_keys(
     """The gradients of q and k for one chunk of one head; a sequence's first chunk also stores that of the first z.
 
     The other gradients of q and k are added. If UNIT, `d_read` is the gradient of k / ‖k‖, and so is `d_solved` (from
-    α) unless OF_KEY, which makes it a gradient of k. Where `d_q` or `d_k` is None, that gradient is left out.
+    α) unless OF_KEY, which makes it a gradient of k.
     """
     head = (tl.program_id(0) % H).to(tl.int64)
     slot = (tl.program_id(0) // H).to(tl.int64)
@@ -156,28 +156,25 @@ def differentiate_keys(
     weight = load_numbers(d_products + token, H * NEXT, live, CHUNK)
     key = load_tokens(k + row * k_row + start * k_token + head * k_head, k_token * NEXT, live, 0, K, CHUNK, BLOCK)
     key = key.to(tl.float32)
-    if d_q is not None:
-        dq = load_tokens(d_query + token * K, H * K * NEXT, live, 0, K, CHUNK, BLOCK)
-        dq += (before[None, :] + tl.cumsum(key, 0)) * weight[:, None]
-        store_tokens(d_q + token * K, H * K * NEXT, live, 0, dq, K, CHUNK, BLOCK)
+    dq = load_tokens(d_query + token * K, H * K * NEXT, live, 0, K, CHUNK, BLOCK)
+    dq += (before[None, :] + tl.cumsum(key, 0)) * weight[:, None]
+    store_tokens(d_q + token * K, H * K * NEXT, live, 0, dq, K, CHUNK, BLOCK)
 
-    if d_k is not None:
-        dk = load_tokens(d_read + token * K, H * K * NEXT, live, 0, K, CHUNK, BLOCK)
-        by_alpha = load_tokens(d_solved + token * K, H * K * NEXT, live, 0, K, CHUNK, BLOCK)
-        if not OF_KEY:
-            dk += by_alpha
-        if UNIT:
-            dk = differentiate_unit(key, dk)
-        if OF_KEY:
-            dk += by_alpha
+    dk = load_tokens(d_read + token * K, H * K * NEXT, live, 0, K, CHUNK, BLOCK)
+    by_alpha = load_tokens(d_solved + token * K, H * K * NEXT, live, 0, K, CHUNK, BLOCK)
+    if not OF_KEY:
+        dk += by_alpha
+    if UNIT:
+        dk = differentiate_unit(key, dk)
+    if OF_KEY:
+        dk += by_alpha
     after = _add_up(d_sums + head * K, slot + 1, slot + tl.cdiv(live, CHUNK), H, K, STEP, BLOCK)
     if HAS_FINAL:
         after += tl.load(d_final + state + e, mask=e < K, other=0.0).to(tl.float32)
     query = load_tokens(q + row * q_row + start * q_token + head * q_head, q_token * NEXT, live, 0, K, CHUNK, BLOCK)
     query = query.to(tl.float32) * weight[:, None]
-    if d_k is not None:
-        dk += after[None, :] + tl.cumsum(query, 0, reverse=True)
-        store_tokens(d_k + token * K, H * K * NEXT, live, 0, dk, K, CHUNK, BLOCK)
+    dk += after[None, :] + tl.cumsum(query, 0, reverse=True)
+    store_tokens(d_k + token * K, H * K * NEXT, live, 0, dk, K, CHUNK, BLOCK)
     if slot == first:
         tl.store(d_initial + state + e, after + tl.sum(query, 0), mask=e < K)
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longseq.kernels.custom_op import Gradients, custom_op
+from longseq.kernels.custom_op import Gradients, custom_op, empty_like, records_gradient
 from longseq.kernels.delta_rule.triton_delta import delta_rule, delta_rule_backward
-from longseq.kernels.devices import channels_adjacent
+from longseq.kernels.devices import channels_adjacent, contiguous
 from longseq.kernels.precision import without_autocast
 from longseq.kernels.reading import Reverse, number_of
 from longseq.kernels.recursive_least_squares.reference import refresh_due
@@ -23,7 +23,7 @@ from longseq.kernels.recursive_least_squares.triton_least_squares import (
     recursive_least_squares,
     recursive_least_squares_backward,
 )
-from longseq.kernels.triton_launch import count_sequences, sequence_of_slots, strides
+from longseq.kernels.triton_launch import borders_on, count_sequences, sequence_of_slots, strides
 from longseq.kernels.variational_linear_attention.reference import VariationalState
 from longseq.kernels.variational_linear_attention.triton_normalizer import (
     CHUNK,
@@ -69,23 +69,15 @@ def variational_linear_attention(
     `added` [B, T] in float32 is what a refresh adds to the diagonal of A after each token, in the order of reading.
     """
     q, k = channels_adjacent(q), channels_adjacent(k)
-    z = None if z is None else z.contiguous()
-    cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
+    z = contiguous(z)
     half = _half(v, normalize_key, normalize_alpha)
     unit_dtype = torch.float16 if half else torch.float32  # the type in which they are multiplied
     with torch.cuda.device_of(q):  # Triton launches on the current device
         read = unit(k, unit_dtype) if normalize_key else k
         alpha, inverse, *found = recursive_least_squares(
-            k if normalize_alpha else read,
-            _directions(k, u),
-            added,
-            A,
-            cu_seqlens,
-            lambda0,
-            reverse,
-            _precision(v),
+            k if normalize_alpha else read, _directions(k, u), added, A, cu_seqlens, lambda0, reverse, _precision(v),
             torch.float32,
-        )
+        )  # fmt: skip
         write = unit(alpha, unit_dtype) if normalize_alpha else alpha
         strength = torch.ones_like(k[..., 0])
         o, memory, kept = delta_rule(q, read, v.float(), strength, write, None, S, cu_seqlens, 1.0, reverse, half, save)
@@ -116,20 +108,12 @@ def _half(v: Tensor, normalize_key: bool, normalize_alpha: bool) -> bool:
 
 def _allocate_gradients(
     q: Tensor, k: Tensor, u: Tensor | None, added: Tensor | None, z: Tensor | None, cu_seqlens: Tensor | None,
-    kept: list[Tensor], d_output: Tensor, *options: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    kept: list[Tensor], d_output: Tensor, *_: Any,
+) -> Gradients:  # fmt: skip
     """Empty tensors for the gradients, as `variational_linear_attention_backward` returns them."""
-    state, dtype = _sums(k, cu_seqlens).shape, torch.float32
-    directions = k.dtype if u is None else u.dtype
-    shapes: list[Any] = [
-        (q.shape, q.dtype),
-        (k.shape, k.dtype),
-        (d_output.shape, d_output.dtype),
-        (k.shape, directions),
-    ]
-    shapes += [((*state, d_output.shape[3]), dtype), ((*state, k.shape[3]), dtype), (state, dtype)]
-    pairs = zip(shapes, options[-1], strict=True)
-    return tuple(q.new_empty(shape if want else (0,), dtype=dtype) for (shape, dtype), want in pairs)
+    d_z = _sums(k, cu_seqlens)
+    d_S, d_A = (d_z.new_empty((*d_z.shape, x.shape[3])) for x in (d_output, k))
+    return *[empty_like(x) for x in (q, k, d_output, u)], d_S, d_A, d_z
 
 
 @variational_linear_attention.gradient("q k v u S A z", fake=_allocate_gradients)
@@ -139,12 +123,8 @@ def variational_linear_attention_backward(
     reverse: int, eps: float, normalize_key: bool, normalize_alpha: bool, normalizer: bool, wanted: list[bool],
 ) -> Gradients:  # fmt: skip
     """The gradients of q, k, v, u and of the first S, A and z (these three in float32). An absent u is not wanted."""
-    wants_q, wants_k, wants_v, wants_u, _, wants_A, wants_z = wanted
-    rest = wants_k or wants_u or wants_A  # what k̂ and α depend on
-    d_q = d_k = d_u = d_A = d_z = None
     q, k, d_output = channels_adjacent(q), channels_adjacent(k), channels_adjacent(d_output)
-    z, d_last = (None if x is None else x.contiguous() for x in (z, d_last))
-    cu_seqlens = None if cu_seqlens is None else cu_seqlens.contiguous()
+    z, d_last = contiguous(z), contiguous(d_last)
     kept = list(kept)
     read = kept.pop(0) if normalize_key else k
     write = kept.pop(0) if normalize_alpha else kept[0]
@@ -165,26 +145,22 @@ def variational_linear_attention_backward(
         d_query, d_read, d_v, _, d_write, _, d_S = delta_rule_backward(
             q, read, strength, write, None, cu_seqlens, kept, d_values, d_memory, 1.0, reverse, half
         )
-        d_solved = d_read
-        if rest:
-            d_alpha = unit_backward(alpha, d_write) if normalize_alpha else d_write
-            d_solved, d_u, d_A = recursive_least_squares_backward(
-                k if normalize_alpha else read, _directions(k, u), added, cu_seqlens, *found, d_alpha, d_inverse,
-                reverse, _precision(d_output), [wants_k, wants_u, wants_A],
-            )  # fmt: skip
-        if wants_q or wants_k or wants_z:
-            # The complete gradients: from n, the query, and both uses of the keys.
-            d_q, d_k = q.new_empty(q.shape) if wants_q else None, k.new_empty(k.shape) if wants_k else None
-            d_z = _sums(k, cu_seqlens)
-            find_launch_of_chunks(
-                differentiate_keys, k, key_sums, (*k.shape[1:3], *strides(q), *strides(k)), cu_seqlens, reverse,
-                HAS_INITIAL=z is not None, HAS_FINAL=d_last is not None, UNIT=normalize_key, OF_KEY=normalize_alpha,
-                STEP=STEP,
-            )(
-                q, k, z, cu_seqlens, sequence_of, key_sums, d_products, d_sums, d_last, d_query, d_read, d_solved,
-                d_q, d_k, d_z,
-            )  # fmt: skip
-    return d_q, d_k, d_v.to(d_output.dtype, copy=True) if wants_v else None, d_u, d_S, d_A, d_z
+        d_alpha = unit_backward(alpha, d_write) if normalize_alpha else d_write
+        d_solved, d_u, d_A = recursive_least_squares_backward(
+            k if normalize_alpha else read, _directions(k, u), added, cu_seqlens, *found, d_alpha, d_inverse, reverse,
+            _precision(d_output), [True, True, wanted[5]],
+        )  # fmt: skip
+        # The complete gradients: from n, the query, and both uses of the keys.
+        d_q, d_k, d_z = empty_like(q), empty_like(k), _sums(k, cu_seqlens)
+        find_launch_of_chunks(
+            differentiate_keys, k, key_sums, (*k.shape[1:3], *strides(q), *strides(k)), cu_seqlens, reverse,
+            HAS_INITIAL=z is not None, HAS_FINAL=d_last is not None, UNIT=normalize_key, OF_KEY=normalize_alpha,
+            STEP=STEP,
+        )(
+            q, k, z, cu_seqlens, sequence_of, key_sums, d_products, d_sums, d_last, d_query, d_read, d_solved,
+            d_q, d_k, d_z,
+        )  # fmt: skip
+    return d_q, d_k, d_v.to(d_output.dtype, copy=True), d_u, d_S, d_A, d_z
 
 
 def _sequences(k: Tensor, sums: Tensor, cu_seqlens: Tensor | None) -> Tensor | None:
@@ -206,12 +182,12 @@ def variational_linear_attention_triton(
     `chunk_size` is ignored: the tables of launches determine the length of chunks.
     """
     S, A, z, steps = (None,) * 4 if initial_state is None else initial_state
-    cu_seqlens = None if cu_seqlens is None else cu_seqlens.to(k.device)
+    cu_seqlens = borders_on(k.device, cu_seqlens)
     seen, count, final_steps = count_steps(count, steps, cu_seqlens, reverse)
     added = None
     if u is not None and refresh_period:
         added = refresh_due(seen, count, refresh_period, refresh, torch.float32)
-    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, u, S, A, z))
+    save = records_gradient(q, k, v, u, S, A, z)
     with without_autocast(k):
         o, *states, _ = variational_linear_attention(
             q, k, v, u, added, S, A, z, cu_seqlens, float(lambda0), number_of(reverse), float(eps),
