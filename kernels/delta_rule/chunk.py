@@ -47,19 +47,9 @@ from longseq.kernels.recurrence import Sequences, run_padded, run_recurrence
 
 
 def delta_rule_chunk(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor | None,
-    *,
-    write_key: Tensor | None,
-    value_key: Tensor | None,
-    g: Tensor | None,
-    read_before_decay: bool,
-    scale: float,
-    chunk_size: int,
-    **options: Any,
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, *, write_key: Tensor | None, value_key: Tensor | None,
+    g: Tensor | None, read_before_decay: bool, scale: float, chunk_size: int, **call: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """`delta_rule` in chunks; saves its inputs, the inverses X and the states between chunks for the backward."""
 
     def core(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -70,14 +60,8 @@ def delta_rule_chunk(
             return _exported(Inputs(*sequences), *options)
         return _DeltaRule.apply(*sequences, *options)
 
-    return run_recurrence(
-        core,
-        (q, k, v, beta, write_key, value_key, g),
-        state_shape=(*k.shape[2:], v.shape[3]),
-        output_dtype=v.dtype,
-        unpack=run_padded,
-        **options,
-    )
+    sequences, shape = (q, k, v, beta, write_key, value_key, g), (*k.shape[2:], v.shape[3])
+    return run_recurrence(core, sequences, state_shape=shape, output_dtype=v.dtype, unpack=run_padded, **call)
 
 
 class Inputs(NamedTuple):
@@ -128,18 +112,9 @@ def _exported(inputs: Inputs, state: Tensor, scale: float, before: bool, chunk_s
 
 @torch.jit.script_if_tracing
 def _scripted(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor | None,
-    write_key: Tensor | None,
-    value_key: Tensor | None,
-    g: Tensor | None,
-    state: Tensor,
-    scale: float,
-    before: bool,
-    chunk_size: int,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, write_key: Tensor | None, value_key: Tensor | None,
+    g: Tensor | None, state: Tensor, scale: float, before: bool, chunk_size: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The form for torch.jit.trace: sizes and the loop stay dynamic in the traced graph."""
     inputs = Inputs(q, k, v, beta, write_key, value_key, g)
     output, final, _, _ = _forward(inputs, state, scale, before, chunk_size)

@@ -2,10 +2,9 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from longseq.kernels.recurrence import Sequences, run_recurrence, run_segments, token
+from longseq.kernels.recurrence import run_tokens
 
 
 def delta_rule_step_torch(
@@ -40,45 +39,17 @@ def delta_rule_step_torch(
 
 
 def delta_rule_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor | None,
-    *,
-    write_key: Tensor | None,
-    value_key: Tensor | None,
-    g: Tensor | None,
-    read_before_decay: bool,
-    scale: float,
-    chunk_size: int,
-    **options: Any,
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, *, write_key: Tensor | None, value_key: Tensor | None,
+    g: Tensor | None, read_before_decay: bool, scale: float, chunk_size: int, **call: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """`delta_rule`, one token at a time. `chunk_size` is ignored."""
 
-    def recurrence(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
-        outputs = []
-        for t in range(sequences[0].shape[1]):
-            q_t, k_t, v_t, beta_t, write, added, gate = token(sequences, t)
-            o, state = delta_rule_step_torch(
-                q_t,
-                k_t,
-                v_t,
-                state,
-                beta_t,
-                write_key=write,
-                value_key=added,
-                g=gate,
-                read_before_decay=read_before_decay,
-                scale=scale,
-            )
-            outputs.append(o)
-        return torch.stack(outputs, dim=1), state
+    def step(token: list[Any], state: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v, beta, write, added, gate = token
+        return delta_rule_step_torch(
+            q, k, v, state, beta, write_key=write, value_key=added, g=gate, read_before_decay=read_before_decay,
+            scale=scale,
+        )  # fmt: skip
 
-    return run_recurrence(
-        recurrence,
-        (q, k, v, beta, write_key, value_key, g),
-        state_shape=(*k.shape[2:], v.shape[3]),
-        output_dtype=v.dtype,
-        unpack=run_segments,
-        **options,
-    )
+    shape = *k.shape[2:], v.shape[3]
+    return run_tokens(step, (q, k, v, beta, write_key, value_key, g), state_shape=shape, output_dtype=v.dtype, **call)

@@ -26,22 +26,22 @@ from longseq.kernels.recurrence import Sequences, run_padded, run_recurrence
 _NUMBERS_PER_STEP = {"cpu": 2**15, "cuda": 2**22}
 
 
-def longhorn_scan_chunk(x: Tensor, q: Tensor, k: Tensor, beta: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
+def longhorn_scan_chunk(x: Tensor, q: Tensor, k: Tensor, beta: Tensor, **call: Any) -> tuple[Tensor, Tensor | None]:
     """`longhorn_scan` in two levels; saves its inputs and the states at the chunks' starts for the backward."""
-    return _scan(x, beta, k, q, None, **options)
+    return _scan(x, beta, k, q, None, **call)
 
 
 def selective_scan_chunk(
-    x: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, **options: Any
+    x: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, **call: Any
 ) -> tuple[Tensor, Tensor | None]:
     """`selective_scan` in two levels; saves its inputs and the states at the chunks' starts for the backward."""
     if A.dim() == 3 and not is_exporting():
-        return scan_each_way(selective_scan_chunk, x, delta, A, B, C, **options)
-    return _scan(x, delta, B, C, A, **options)
+        return scan_each_way(selective_scan_chunk, x, delta, A, B, C, **call)
+    return _scan(x, delta, B, C, A, **call)
 
 
 def _scan(
-    x: Tensor, rate: Tensor, key: Tensor, query: Tensor, A: Tensor | None, *, chunk_size: int | None, **options: Any
+    x: Tensor, rate: Tensor, key: Tensor, query: Tensor, A: Tensor | None, *, chunk_size: int | None, **call: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Mamba's scan, for which `rate` is delta, or without A Longhorn's, for which it is beta."""
 
@@ -58,14 +58,8 @@ def _scan(
                 rates = rates.unsqueeze(1).expand(-1, x.shape[0] // 2, -1, -1).flatten(0, 1)
         return loop(key, step * x, query, step, rates, state)
 
-    return run_recurrence(
-        core,
-        (x, rate, key, query),
-        state_shape=(x.shape[2], key.shape[2]),
-        output_dtype=x.dtype,
-        unpack=run_padded,
-        **options,
-    )
+    sequences, shape = (x, rate, key, query), (x.shape[2], key.shape[2])
+    return run_recurrence(core, sequences, state_shape=shape, output_dtype=x.dtype, unpack=run_padded, **call)
 
 
 def _epsilon(k: Tensor, beta: Tensor) -> Tensor:
@@ -238,14 +232,9 @@ def _forward(layout: _Layout, operands: _Lanes, state: Tensor) -> tuple[Tensor, 
 
 
 def _chunk_starts(
-    layout: _Layout,
-    fill: Callable[..., Tensor],
-    block: int,
-    columns: Sequence[Tensor],
-    rows: Sequence[Tensor],
-    state: Tensor,
-    out: Tensor,
-) -> None:
+    layout: _Layout, fill: Callable[..., Tensor], block: int, columns: Sequence[Tensor], rows: Sequence[Tensor],
+    state: Tensor, out: Tensor,
+) -> None:  # fmt: skip
     """Write the state at the start of each chunk of a block, whose first one starts with `state`."""
     starts = out.unflatten(0, (layout.lanes, layout.batch))
     starts[0] = state

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from longseq.kernels.reading import half, run_each_way
-from longseq.kernels.recurrence import Sequences, run_recurrence, run_segments, token
+from longseq.kernels.recurrence import run_tokens
 
 
 def longhorn_scan_step_torch(x: Tensor, q: Tensor, k: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -36,62 +36,40 @@ def finite_rates(A: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def longhorn_scan_reference(
-    x: Tensor, q: Tensor, k: Tensor, beta: Tensor, **options: Any
+    x: Tensor, q: Tensor, k: Tensor, beta: Tensor, *, chunk_size: Any, **call: Any
 ) -> tuple[Tensor, Tensor | None]:
     """`longhorn_scan`, one token at a time. `chunk_size` is ignored."""
-    return _scan(longhorn_scan_step_torch, (x, q, k, beta), k, **options)
+
+    def step(token: list[Any], state: Tensor) -> tuple[Tensor, Tensor]:
+        x, q, k, beta = token
+        return longhorn_scan_step_torch(x, q, k, beta, state)
+
+    return run_tokens(step, (x, q, k, beta), state_shape=(x.shape[2], k.shape[2]), output_dtype=x.dtype, **call)
 
 
 def selective_scan_reference(
-    x: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, **options: Any
+    x: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, *, chunk_size: Any, **call: Any
 ) -> tuple[Tensor, Tensor | None]:
     """`selective_scan`, one token at a time. `chunk_size` is ignored."""
     if A.dim() == 3:
-        return scan_each_way(selective_scan_reference, x, delta, A, B, C, **options)
+        return scan_each_way(selective_scan_reference, x, delta, A, B, C, chunk_size=chunk_size, **call)
 
-    def step(x: Tensor, delta: Tensor, B: Tensor, C: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    def step(token: list[Any], state: Tensor) -> tuple[Tensor, Tensor]:
+        x, delta, B, C = token
         return selective_scan_step_torch(x, delta, A, B, C, state)
 
-    return _scan(step, (x, delta, B, C), B, **options)
-
-
-def _scan(
-    step: Callable[..., tuple[Tensor, Tensor]], sequences: Sequences, key: Tensor, *, chunk_size: Any, **options: Any
-) -> tuple[Tensor, Tensor | None]:
-    """Apply `step` to one token after the other; `options` are those of `run_recurrence`."""
-    x = sequences[0]
-
-    def recurrence(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
-        outputs = []
-        for t in range(sequences[0].shape[1]):
-            o_t, state = step(*token(sequences, t), state)
-            outputs.append(o_t)
-        return torch.stack(outputs, dim=1), state
-
-    shape = x.shape[2], key.shape[2]
-    return run_recurrence(
-        recurrence, sequences, state_shape=shape, output_dtype=x.dtype, unpack=run_segments, **options
-    )
+    return run_tokens(step, (x, delta, B, C), state_shape=(x.shape[2], B.shape[2]), output_dtype=x.dtype, **call)
 
 
 def scan_each_way(
-    scan: Callable[..., tuple[Tensor, Tensor | None]],
-    x: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *,
-    initial_state: Tensor | None,
-    **options: Any,
-) -> tuple[Tensor, Tensor | None]:
+    scan: Callable[..., tuple[Tensor, Tensor | None]], x: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, *,
+    initial_state: Tensor | None, reverse: Any, **call: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Scan the first half of the rows forward and the second backward, each with its own A, by a form for one A."""
-    del options["reverse"]
-    return run_each_way(
-        lambda i: scan(
-            *(half(x, i), half(delta, i), A[i], half(B, i), half(C, i)),
-            initial_state=None if initial_state is None else half(initial_state, i),
-            reverse=bool(i),
-            **options,
-        )
-    )
+
+    def run(i: int) -> tuple[Tensor, Tensor | None]:
+        state = None if initial_state is None else half(initial_state, i)
+        rows = half(x, i), half(delta, i), A[i], half(B, i), half(C, i)
+        return scan(*rows, initial_state=state, reverse=bool(i), **call)
+
+    return run_each_way(run)

@@ -44,30 +44,17 @@ from longseq.kernels.recurrence import Sequences, run_padded, run_recurrence
 
 
 def linear_attention_chunk(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    g: Tensor | None,
-    g_value: Tensor | None,
-    scale: float,
-    chunk_size: int,
-    **options: Any,
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, *, g: Tensor | None, g_value: Tensor | None, scale: float, chunk_size: int,
+    **call: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """`linear_attention` in chunks; saves its inputs and the states between chunks for the backward."""
     q, k = repeat_keys(q, k, v)
 
     def core(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
         return linear_attention_core(Inputs(*sequences), state, scale, chunk_size)
 
-    return run_recurrence(
-        core,
-        (q, k, v, g, g_value),
-        state_shape=(*k.shape[2:], v.shape[3]),
-        output_dtype=v.dtype,
-        unpack=run_padded,
-        **options,
-    )
+    sequences, shape = (q, k, v, g, g_value), (*k.shape[2:], v.shape[3])
+    return run_recurrence(core, sequences, state_shape=shape, output_dtype=v.dtype, unpack=run_padded, **call)
 
 
 class Inputs(NamedTuple):
@@ -109,15 +96,9 @@ def _exported(inputs: Inputs, state: Tensor, scale: float, chunk_size: int) -> t
 
 @torch.jit.script_if_tracing
 def _scripted(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    g_value: Tensor | None,
-    state: Tensor,
-    scale: float,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, g_value: Tensor | None, state: Tensor, scale: float,
     chunk_size: int,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The form for torch.jit.trace: sizes and the loop stay dynamic in the traced graph."""
     output, final, _ = _forward(Inputs(q, k, v, g, g_value), state, scale, chunk_size)
     return output, final

@@ -2,10 +2,9 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from longseq.kernels.recurrence import Sequences, run_recurrence, run_segments, token
+from longseq.kernels.recurrence import run_tokens
 
 
 def repeat_keys(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -40,31 +39,14 @@ def linear_attention_step_torch(
 
 
 def linear_attention_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    g: Tensor | None,
-    g_value: Tensor | None,
-    scale: float,
-    chunk_size: int,
-    **options: Any,
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, *, g: Tensor | None, g_value: Tensor | None, scale: float, chunk_size: int,
+    **call: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """`linear_attention`, one token at a time. `chunk_size` is ignored."""
 
-    def recurrence(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
-        outputs = []
-        for t in range(sequences[0].shape[1]):
-            q_t, k_t, v_t, g_t, g_value_t = token(sequences, t)
-            o_t, state = linear_attention_step_torch(q_t, k_t, v_t, state, g=g_t, g_value=g_value_t, scale=scale)
-            outputs.append(o_t)
-        return torch.stack(outputs, dim=1), state
+    def step(token: list[Any], state: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v, g, g_value = token
+        return linear_attention_step_torch(q, k, v, state, g=g, g_value=g_value, scale=scale)
 
-    return run_recurrence(
-        recurrence,
-        (q, k, v, g, g_value),
-        state_shape=(v.shape[2], k.shape[3], v.shape[3]),
-        output_dtype=v.dtype,
-        unpack=run_segments,
-        **options,
-    )
+    shape = v.shape[2], k.shape[3], v.shape[3]
+    return run_tokens(step, (q, k, v, g, g_value), state_shape=shape, output_dtype=v.dtype, **call)

@@ -49,19 +49,9 @@ from longseq.kernels.recurrence import Sequences, run_padded, run_recurrence
 
 
 def orthogonal_recurrence_chunk(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gamma: Tensor,
-    *,
-    objective: str,
-    g: Tensor | None,
-    normalize: bool,
-    threshold: Tensor | None,
-    scale: float,
-    chunk_size: int,
-    **options: Any,
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, *, objective: str, g: Tensor | None, normalize: bool,
+    threshold: Tensor | None, scale: float, chunk_size: int, **call: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """`orthogonal_recurrence`; saves its inputs and the states before every √n of the n chunks for the backward."""
     unit = has_unit_columns(objective, normalize)
 
@@ -77,14 +67,8 @@ def orthogonal_recurrence_chunk(
             operator.index(q.shape[1])
         return _OrthogonalRecurrence.apply(*sequences, *options)
 
-    return run_recurrence(
-        core,
-        (q, k, v, gamma, g, threshold),
-        state_shape=(),
-        output_dtype=v.dtype,
-        unpack=run_padded,
-        **options,
-    )
+    sequences = (q, k, v, gamma, g, threshold)
+    return run_recurrence(core, sequences, state_shape=(), output_dtype=v.dtype, unpack=run_padded, **call)
 
 
 class Inputs(NamedTuple):
@@ -117,18 +101,9 @@ def _exported(
 
 @torch.jit.script_if_tracing
 def _scripted(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gamma: Tensor,
-    g: Tensor | None,
-    threshold: Tensor | None,
-    state: Tensor,
-    objective: str,
-    unit: bool,
-    scale: float,
-    chunk_size: int,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, g: Tensor | None, threshold: Tensor | None, state: Tensor,
+    objective: str, unit: bool, scale: float, chunk_size: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The form for torch.jit.trace: sizes and the loop stay dynamic in the traced graph."""
     batch, tokens, heads = q.shape[0], q.shape[1], q.shape[2]
     chunks = (tokens + chunk_size - 1) // chunk_size
@@ -180,15 +155,9 @@ class _OrthogonalRecurrence(torch.autograd.Function):
 
 
 def _backward(
-    inputs: Inputs,
-    kept: Tensor,
-    objective: str,
-    unit: bool,
-    scale: float,
-    chunk_size: int,
-    d_output: Tensor,
+    inputs: Inputs, kept: Tensor, objective: str, unit: bool, scale: float, chunk_size: int, d_output: Tensor,
     d_final: Tensor,
-) -> tuple[Tensor | None, ...]:
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Gradients of the inputs and of the initial state; None for inputs that are not given."""
     q, k, v, gamma, g, threshold = inputs
     chunks = -(-q.shape[1] // chunk_size)

@@ -31,23 +31,13 @@ def orthogonal_recurrence_step_torch(
 
 
 def orthogonal_recurrence_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gamma: Tensor,
-    *,
-    objective: str,
-    g: Tensor | None,
-    normalize: bool,
-    threshold: Tensor | None,
-    scale: float,
-    chunk_size: int,
-    **options: Any,
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, *, objective: str, g: Tensor | None, normalize: bool,
+    threshold: Tensor | None, scale: float, chunk_size: int, **call: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """`orthogonal_recurrence`, one token at a time, from slots that are frozen for `chunk_size` tokens."""
     unit = has_unit_columns(objective, normalize)
 
-    def recurrence(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
+    def core(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
         outputs, frozen = [], state
         for t in range(sequences[0].shape[1]):
             q_t, k_t, v_t, gamma_t, g_t, threshold_t = token(sequences, t)
@@ -58,14 +48,8 @@ def orthogonal_recurrence_reference(
             outputs.append(_read(normalise_columns(state) if unit else state, q_t, scale))
         return torch.stack(outputs, dim=1), normalise_columns(state) if unit else state
 
-    return run_recurrence(
-        recurrence,
-        (q, k, v, gamma, g, threshold),
-        state_shape=(),
-        output_dtype=v.dtype,
-        unpack=run_segments,
-        **options,
-    )
+    sequences = (q, k, v, gamma, g, threshold)
+    return run_recurrence(core, sequences, state_shape=(), output_dtype=v.dtype, unpack=run_segments, **call)
 
 
 def has_unit_columns(objective: str, normalize: bool) -> bool:
@@ -89,15 +73,9 @@ def normalise_columns(state: Tensor) -> Tensor:
 
 
 def _advance(
-    state: Tensor,
-    frozen: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gamma: Tensor,
-    objective: str,
-    g: Tensor | None,
+    state: Tensor, frozen: Tensor, k: Tensor, v: Tensor, gamma: Tensor, objective: str, g: Tensor | None,
     threshold: Tensor | None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The state [B, H, D, M] after one token, whose update is found from the slots of `frozen`; not normalised."""
     dtype = state.dtype
     k, v, gamma = k.to(dtype)[..., None, :], v.to(dtype)[..., None], gamma.to(dtype)[..., None, None]

@@ -44,16 +44,9 @@ _EXPORTED_BLOCK = 8  # tokens: a token is six nodes in the body of a Scan, and 1
 
 
 def recursive_least_squares_chunk(
-    x: Tensor,
-    u: Tensor,
-    *,
-    count: Tensor,
-    lambda0: float,
-    refresh_period: int | None,
-    refresh: float,
-    chunk_size: int,
-    **options: Any,
-) -> tuple[Tensor, InverseState | None]:
+    x: Tensor, u: Tensor, *, count: Tensor, lambda0: float, refresh_period: int | None, refresh: float, chunk_size: int,
+    **call: Any,
+) -> tuple[Tensor, InverseState | None]:  # fmt: skip
     """`recursive_least_squares` in chunks; saves its inputs, L and the states between chunks for the backward."""
 
     def core(sequences: Sequences, state: State) -> tuple[Tensor, State]:
@@ -66,19 +59,13 @@ def recursive_least_squares_chunk(
         elif is_exporting():
             y, A = _exported(x, u, added, A)
         else:
-            layout = _Layout.choose(x.shape[1], chunk_size, refresh_period, fresh=options["initial_state"] is None)
+            layout = _Layout.choose(x.shape[1], chunk_size, refresh_period, fresh=call["initial_state"] is None)
             slots = layout.slots(seen, count, steps)
             y, A = _RecursiveLeastSquares.apply(x, u, added, slots, A, layout)
         return y, (A, seen[:, -1].clone())
 
-    return run_recurrence(
-        core,
-        (x, u, count),
-        state_shape=first_state(x, lambda0),
-        output_dtype=x.dtype,
-        unpack=run_padded,
-        **options,
-    )
+    first = first_state(x, lambda0)
+    return run_recurrence(core, (x, u, count), state_shape=first, output_dtype=x.dtype, unpack=run_padded, **call)
 
 
 def _exported(x: Tensor, u: Tensor, added: Tensor, A: Tensor) -> tuple[Tensor, Tensor]:

@@ -29,19 +29,12 @@ def recursive_least_squares_step_torch(
 
 
 def recursive_least_squares_reference(
-    x: Tensor,
-    u: Tensor,
-    *,
-    count: Tensor,
-    lambda0: float,
-    refresh_period: int | None,
-    refresh: float,
-    chunk_size: int,
-    **options: Any,
-) -> tuple[Tensor, InverseState | None]:
+    x: Tensor, u: Tensor, *, count: Tensor, lambda0: float, refresh_period: int | None, refresh: float, chunk_size: int,
+    **call: Any,
+) -> tuple[Tensor, InverseState | None]:  # fmt: skip
     """`recursive_least_squares`, one token at a time. `chunk_size` is ignored."""
 
-    def recurrence(sequences: Sequences, state: InverseState) -> tuple[Tensor, InverseState]:
+    def core(sequences: Sequences, state: InverseState) -> tuple[Tensor, InverseState]:
         A, steps = state
         seen = steps[:, None] + sequences[2].cumsum(1)
         added = refresh_due(seen, sequences[2], refresh_period, refresh, A.dtype)
@@ -52,14 +45,8 @@ def recursive_least_squares_reference(
             outputs.append(y_t)
         return torch.stack(outputs, dim=1), (A, seen[:, -1])
 
-    return run_recurrence(
-        recurrence,
-        (x, u, count),
-        state_shape=first_state(x, lambda0),
-        output_dtype=x.dtype,
-        unpack=run_segments,
-        **options,
-    )
+    first = first_state(x, lambda0)
+    return run_recurrence(core, (x, u, count), state_shape=first, output_dtype=x.dtype, unpack=run_segments, **call)
 
 
 def first_state(x: Tensor, lambda0: float) -> Callable[[int, torch.dtype], InverseState]:

@@ -34,11 +34,5 @@ def slot_attention_chunk(
         o, values = linear_attention_core(Inputs(weights, write, v, g, None), values, 1.0, chunk_size)
         return o, (keys.transpose(-1, -2), values)
 
-    return run_recurrence(
-        core,
-        (q, k, v, g, write),
-        state_shape=partial(empty_slots, k, v, g),
-        output_dtype=v.dtype,
-        unpack=run_padded,
-        **call,
-    )
+    first = partial(empty_slots, k, v, g)
+    return run_recurrence(core, (q, k, v, g, write), state_shape=first, output_dtype=v.dtype, unpack=run_padded, **call)

@@ -47,11 +47,5 @@ def variational_linear_attention_chunk(
             o = o / (sums * q).sum(-1, keepdim=True).clamp_min(eps)
         return o, (memory, inverse[0], sums[:, -1].clone(), inverse[1])
 
-    return run_recurrence(
-        core,
-        (q, k, v, u, count),
-        state_shape=first_state(k, v, lambda0),
-        output_dtype=v.dtype,
-        unpack=run_padded,
-        **call,
-    )
+    first = first_state(k, v, lambda0)
+    return run_recurrence(core, (q, k, v, u, count), state_shape=first, output_dtype=v.dtype, unpack=run_padded, **call)

@@ -58,15 +58,9 @@ def variational_linear_attention_reference(
         return o, each(lambda new, old: torch.where(_like(count_t > 0, new), new, old), after, state)
 
     return run_tokens(
-        step,
-        (q, k, v, u, count),
-        initial_state=initial_state,
-        state_shape=first_state(k, v, lambda0),
-        output_dtype=v.dtype,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
-        reverse=reverse,
-    )
+        step, (q, k, v, u, count), initial_state=initial_state, state_shape=first_state(k, v, lambda0),
+        output_dtype=v.dtype, output_final_state=output_final_state, cu_seqlens=cu_seqlens, reverse=reverse,
+    )  # fmt: skip
 
 
 def first_state(k: Tensor, v: Tensor, lambda0: float) -> Callable[[int, torch.dtype], VariationalState]:
