@@ -12,7 +12,7 @@ from longseq.kernels.triton_launch import next_power_of_2
 # of heads.
 UNSPECIALISED = ["H"] + [
     f"{name}_{axis}"
-    for name in ("q", "k", "v", "beta", "write_key", "g", "g_value", "write", "gamma", "threshold", "u", "x", "rate")
+    for name in ("q", "k", "v", "beta", "write_key", "g", "g_value", "write", "gamma", "u", "x", "rate")
     for axis in ("row", "head")
 ]
 UNSPECIALISED += ["key_row", "query_row"]

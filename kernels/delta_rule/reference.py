@@ -8,18 +8,9 @@ from longseq.kernels.recurrence import run_tokens
 
 
 def delta_rule_step_torch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: Tensor,
-    beta: Tensor | None = None,
-    *,
-    write_key: Tensor | None = None,
-    value_key: Tensor | None = None,
-    g: Tensor | None = None,
-    read_before_decay: bool = False,
-    scale: float = 1.0,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, state: Tensor, beta: Tensor | None = None, *, write_key: Tensor | None = None,
+    value_key: Tensor | None = None, g: Tensor | None = None, read_before_decay: bool = False, scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`delta_rule_step` in torch: differentiable, in the state's precision."""
     dtype, before = state.dtype, state
     q, k, value = q.to(dtype), k.to(dtype), v.to(dtype)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longseq.kernels.custom_op import custom_op
+from longseq.kernels.custom_op import custom_op, results_like
 from longseq.kernels.devices import channels_adjacent
 from longseq.kernels.triton_launch import cdiv, find_launch, launch_options
 from longseq.kernels.triton_steps import UNSPECIALISED, column_tile, load_vector, place, store_vector, strides
@@ -60,19 +60,11 @@ def _step(
     store_vector(output + n * V, column, scale * o, V, BLOCK_V)
 
 
-@custom_op("delta_rule_step")
-def delta_rule_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor | None,
-    state: Tensor,
-    write_key: Tensor | None,
-    value_key: Tensor | None,
-    g: Tensor | None,
-    read_before_decay: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+@custom_op("delta_rule_step", results_like(2, 3))
+def delta_rule_step_triton(
+    q: Tensor, k: Tensor, v: Tensor, state: Tensor, beta: Tensor | None, write_key: Tensor | None,
+    value_key: Tensor | None, g: Tensor | None, read_before_decay: bool, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns o [B, H, V] in v's dtype and the next state [B, H, K, V] in float32."""
     q, k, v, state = channels_adjacent(q), channels_adjacent(k), channels_adjacent(v), state.contiguous()
     write_key, value_key = (None if x is None else channels_adjacent(x) for x in (write_key, value_key))
@@ -84,31 +76,9 @@ def delta_rule_step(
     tile = column_tile(key_dim, value_dim)
     find_launch(
         _step, q.device, batch * heads * cdiv(value_dim, tile.columns),
-        (scale, heads, *(part for x in (q, k, v, beta, write_key, value_key, g) for part in strides(x))),
+        (float(scale), heads, *(part for x in (q, k, v, beta, write_key, value_key, g) for part in strides(x))),
         K=key_dim, V=value_dim, HAS_BETA=beta is not None, OWN_WRITE_KEY=write_key is not None,
         ADDED=value_key is not None, GATE=gate, READ_BEFORE_DECAY=read_before_decay, BLOCK_K=tile.rows,
         BLOCK_V=tile.columns, **launch_options(tile.warps),
     )(q, k, v, beta, write_key, value_key, g, state, output, after)  # fmt: skip
     return output, after
-
-
-@delta_rule_step.register_fake
-def _(q, k, v, beta, state, write_key, value_key, g, read_before_decay, scale):
-    return v.new_empty(v.shape), state.new_empty(state.shape)
-
-
-def delta_rule_step_triton(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: Tensor,
-    beta: Tensor | None,
-    *,
-    write_key: Tensor | None,
-    value_key: Tensor | None,
-    g: Tensor | None,
-    read_before_decay: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """`delta_rule_step` in one Triton kernel."""
-    return delta_rule_step(q, k, v, beta, state, write_key, value_key, g, read_before_decay, float(scale))

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longseq.kernels.custom_op import custom_op
+from longseq.kernels.custom_op import custom_op, results_like
 from longseq.kernels.devices import channels_adjacent, contiguous
 from longseq.kernels.triton_launch import cdiv, find_launch, launch_options
 from longseq.kernels.triton_steps import UNSPECIALISED, load_vector, row_tile, store_vector
@@ -43,7 +43,7 @@ def _step(
     store_vector(output + row * D, first, tl.sum(memory * queries[None, :], 1), D, BLOCK_D)
 
 
-@custom_op("diagonal_scan_step")
+@custom_op("diagonal_scan_step", results_like(0, 5))
 def diagonal_scan_step(
     x: Tensor, rate: Tensor, key: Tensor, query: Tensor, A: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -51,12 +51,7 @@ def diagonal_scan_step(
 
     Returns o [B, D] in x's dtype and the next state [B, D, N] in float32.
     """
-    x, rate, key, query = (
-        channels_adjacent(x),
-        channels_adjacent(rate),
-        channels_adjacent(key),
-        channels_adjacent(query),
-    )
+    x, rate, key, query = (channels_adjacent(tensor) for tensor in (x, rate, key, query))
     state, A = state.contiguous(), contiguous(A)
     batch, channels, width = state.shape
     output, after = x.new_empty(x.shape), torch.empty_like(state)
@@ -68,11 +63,6 @@ def diagonal_scan_step(
         **launch_options(tile.warps),
     )(x, rate, key, query, A, state, output, after)  # fmt: skip
     return output, after
-
-
-@diagonal_scan_step.register_fake
-def _(x, rate, key, query, A, state):
-    return x.new_empty(x.shape), state.new_empty(state.shape)
 
 
 def longhorn_scan_step_triton(x: Tensor, q: Tensor, k: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:

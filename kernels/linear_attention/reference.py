@@ -16,15 +16,9 @@ def repeat_keys(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def linear_attention_step_torch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: Tensor,
-    *,
-    g: Tensor | None = None,
-    g_value: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, state: Tensor, *, g: Tensor | None = None, g_value: Tensor | None = None,
     scale: float = 1.0,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`linear_attention_step` in torch: differentiable, in the state's precision."""
     q, k = repeat_keys(q, k, v)
     dtype = state.dtype

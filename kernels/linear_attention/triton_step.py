@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longseq.kernels.custom_op import custom_op
+from longseq.kernels.custom_op import custom_op, results_like
 from longseq.kernels.devices import channels_adjacent
 from longseq.kernels.triton_launch import cdiv, find_launch, launch_options
 from longseq.kernels.triton_steps import UNSPECIALISED, column_tile, load_vector, place, store_vector, strides
@@ -42,15 +42,9 @@ def _step(
     store_vector(output + n * V, column, scale * o, V, BLOCK_V)
 
 
-@custom_op("linear_attention_step")
-def linear_attention_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: Tensor,
-    g: Tensor | None,
-    g_value: Tensor | None,
-    scale: float,
+@custom_op("linear_attention_step", results_like(2, 3))
+def linear_attention_step_triton(
+    q: Tensor, k: Tensor, v: Tensor, state: Tensor, g: Tensor | None, g_value: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Returns o [B, H, V] in v's dtype and the next state [B, H, K, V] in float32."""
     q, k, v, state = channels_adjacent(q), channels_adjacent(k), channels_adjacent(v), state.contiguous()
@@ -62,28 +56,9 @@ def linear_attention_step(
     tile = column_tile(key_dim, value_dim)
     find_launch(
         _step, q.device, batch * heads * cdiv(value_dim, tile.columns),
-        (scale, heads, *strides(q), *strides(k), *strides(v), *strides(g), *strides(g_value)),
+        (float(scale), heads, *strides(q), *strides(k), *strides(v), *strides(g), *strides(g_value)),
         K=key_dim, V=value_dim, SHARE=heads // q.shape[1], HEAD_GATED=g is not None and not key_gated,
         KEY_GATED=key_gated, VALUE_GATED=g_value is not None, BLOCK_K=tile.rows, BLOCK_V=tile.columns,
         **launch_options(tile.warps),
     )(q, k, v, g, g_value, state, output, after)  # fmt: skip
     return output, after
-
-
-@linear_attention_step.register_fake
-def _(q, k, v, state, g, g_value, scale):
-    return v.new_empty(v.shape), state.new_empty(state.shape)
-
-
-def linear_attention_step_triton(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: Tensor,
-    *,
-    g: Tensor | None,
-    g_value: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """`linear_attention_step` in one Triton kernel."""
-    return linear_attention_step(q, k, v, state, g, g_value, float(scale))

@@ -23,13 +23,9 @@ TRITON_CHUNK = 64  # tokens
 TRITON_NARROW = 64  # rows and columns of a state whose chunks are small on every GPU
 
 
-def _check(
-    op: str, objective: str, threshold: Tensor | None, chunk_size: int = 1, initial_state: Any = (), **_: Any
-) -> None:
+def _check(op: str, objective: str, initial_state: Any = (), **_: Any) -> None:
     if objective not in OBJECTIVES:
         raise ValueError(f"{op}: objective is {objective!r}, but must be one of {', '.join(OBJECTIVES)}")
-    if threshold is not None and chunk_size > 1:
-        raise ValueError(f"{op}: threshold needs chunk_size=1, the exact form, not {chunk_size}")
     if initial_state is None:
         raise ValueError(f"{op}: initial_state is None, but must hold the first slots, its columns")
 
@@ -41,7 +37,6 @@ _RECURRENCE = Recurrence(
         "v": "B T H D",
         "gamma": "B T H",
         "g": "B T H",
-        "threshold": "B T H",
         "initial_state": "S H D M",
     },
     values="v",
@@ -79,7 +74,6 @@ def orthogonal_recurrence(
     objective: str = "decode",
     g: Tensor | None = None,
     normalize: bool = True,
-    threshold: Tensor | None = None,
     scale: float = 1.0,
     initial_state: Tensor | None,
     output_final_state: bool = False,
@@ -100,25 +94,19 @@ def orthogonal_recurrence(
         similarity    gamma k_i P_i v / ‖s_i‖
         ttt           gamma k_i (I - ẑ ẑᵀ) v / ‖z‖   with z = S_{t-1} k, ẑ = z / ‖z‖
 
-    and "ttt" has no N. `normalize=False` leaves out N (an ablation: norms then grow). `threshold` is the weight λ_t of
-    an l1 norm on the state: before N, entries move towards zero by gamma_t λ_t, and those that it holds there pass no
-    gradient on. The state must be given; with N its columns are brought to unit length first. A zero column stays zero
-    until it is written. Tokens with gamma = 0 and g = 0 leave the state as it is, and its gradient.
+    and "ttt" has no N. `normalize=False` leaves out N (an ablation: norms then grow). The state must be given; with N
+    its columns are brought to unit length first. A zero column stays zero until it is written. Tokens with gamma = 0
+    and g = 0 leave the state as it is, and its gradient.
 
     `chunk_size` is part of the definition. Chunks of C tokens are counted from the token that is read first. The Δ_t of
     a chunk are found from the state before the chunk and added up without N. o_t is still read from N(S_t), and at the
     end of the chunk the state becomes N(S_t). C = 1 is the exact recurrence, sequential in time. C > 1 is an
-    approximation whose chunks are matrix products, and takes no threshold. A sequence that is cut at a multiple of C,
-    with the state carried over, gives the same numbers.
+    approximation whose chunks are matrix products. A sequence that is cut at a multiple of C, with the state carried
+    over, gives the same numbers.
 
-    Shapes: q, k [B, T, H, M]; v, o [B, T, H, D]; gamma, g, threshold [B, T, H] with g <= 0 (a log); states [B, H, D,
-    M].
+    Shapes: q, k [B, T, H, M]; v, o [B, T, H, D]; gamma, g [B, T, H] with g <= 0 (a log); states [B, H, D, M].
 
-    Packing: `cu_seqlens` [N + 1] holds 0 and the end of each packed sequence; B is 1 and states are [N, H, D, M].
-
-    Direction: with `reverse` sequences are read from their last token to their first. The initial state is then the one
-    behind the last token, and the final state the one at the first token. With reverse="second_half" the second half of
-    the rows of the batch is read backward, and the first half forward.
+    Packing, direction, inf and NaN: see `longseq.kernels`.
 
     Precision: arithmetic and state are float32, or float64 for float64 inputs; o has v's dtype.
 
@@ -143,16 +131,11 @@ def orthogonal_recurrence(
 
     Returns (o, final state or None).
 
-    Raises ValueError for inputs that do not fit and for a backend that cannot run them. The values of `cu_seqlens` are
-    checked by the torch and reference backends. The triton backend checks them with LONGSEQ_CHECK_CU_SEQLENS=1 alone,
-    because the check waits for the GPU.
-
-    inf and NaN stay in their row and head, and in their packed sequence. There they reach all later tokens, and earlier
-    ones of their chunk (see `longseq.kernels`).
+    Raises ValueError for inputs that do not fit and for a backend that cannot run them.
 
     Source: Karami and Mirrokni 2025, "Lattice: Learning to Efficiently Compress the Memory", eq. 7, 10 and 12
-    (objectives), 14 (N), 16 (g), 18 (threshold) and 19 (ttt); chunks from a frozen state follow the mini-batches of Sun
-    et al. 2024, "Learning to (Learn at Test Time)", section 2.4.
+    (objectives), 14 (N), 16 (g) and 19 (ttt); chunks from a frozen state follow the mini-batches of Sun et al. 2024,
+    "Learning to (Learn at Test Time)", section 2.4.
     """
 
 
@@ -167,11 +150,10 @@ def orthogonal_recurrence_step(
     objective: str = "decode",
     g: Tensor | None = None,
     normalize: bool = True,
-    threshold: Tensor | None = None,
     scale: float = 1.0,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """One token of the exact `orthogonal_recurrence`: q, k [B, H, M]; v [B, H, D]; gamma, g, threshold [B, H].
+    """One token of the exact `orthogonal_recurrence`: q, k [B, H, M]; v [B, H, D]; gamma, g [B, H].
 
     Returns o [B, H, D] in v's dtype and the next state [B, H, D, M], in the state's own dtype.
 

@@ -41,7 +41,6 @@ from longseq.kernels.orthogonal_recurrence.reference import (
     column_norms,
     has_unit_columns,
     mend_squares,
-    move_towards_zero,
     normalise_columns,
 )
 from longseq.kernels.precision import without_autocast
@@ -50,7 +49,7 @@ from longseq.kernels.recurrence import Sequences, run_padded, run_recurrence
 
 def orthogonal_recurrence_chunk(
     q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, *, objective: str, g: Tensor | None, normalize: bool,
-    threshold: Tensor | None, scale: float, chunk_size: int, **call: Any,
+    scale: float, chunk_size: int, **call: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """`orthogonal_recurrence`; saves its inputs and the states before every √n of the n chunks for the backward."""
     unit = has_unit_columns(objective, normalize)
@@ -67,8 +66,7 @@ def orthogonal_recurrence_chunk(
             operator.index(q.shape[1])
         return _OrthogonalRecurrence.apply(*sequences, *options)
 
-    sequences = (q, k, v, gamma, g, threshold)
-    return run_recurrence(core, sequences, state_shape=(), output_dtype=v.dtype, unpack=run_padded, **call)
+    return run_recurrence(core, (q, k, v, gamma, g), state_shape=(), output_dtype=v.dtype, unpack=run_padded, **call)
 
 
 class Inputs(NamedTuple):
@@ -79,7 +77,6 @@ class Inputs(NamedTuple):
     v: Tensor
     gamma: Tensor
     g: Tensor | None
-    threshold: Tensor | None
 
 
 def _exported(
@@ -95,27 +92,26 @@ def _exported(
         output, state, _ = step(state, objective, unit, *xs)
         return [state, output]
 
-    final, output = scan(turn, state.flatten(0, 1), [x for x in xs if x is not None])
+    final, output = scan(turn, state.flatten(0, 1), list(xs))
     return join_chunks(output, batch, heads, tokens), final.reshape(state.shape)
 
 
 @torch.jit.script_if_tracing
 def _scripted(
-    q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, g: Tensor | None, threshold: Tensor | None, state: Tensor,
-    objective: str, unit: bool, scale: float, chunk_size: int,
+    q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, g: Tensor | None, state: Tensor, objective: str,
+    unit: bool, scale: float, chunk_size: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The form for torch.jit.trace: sizes and the loop stay dynamic in the traced graph."""
     batch, tokens, heads = q.shape[0], q.shape[1], q.shape[2]
     chunks = (tokens + chunk_size - 1) // chunk_size
-    inputs = Inputs(q, k, v, gamma, g, threshold)
-    query, key, value, strength, gate, shrink = _split(inputs, scale, state.dtype, chunks, chunk_size)
+    inputs = Inputs(q, k, v, gamma, g)
+    query, key, value, strength, gate = _split(inputs, scale, state.dtype, chunks, chunk_size)
     running = state.flatten(0, 1)
     outputs: list[Tensor] = []
     for i in range(chunks):
         q_i, k_i, v_i, gamma_i, gate_i = query[i], key[i], value[i], strength[i], gate[i]
         if chunk_size == 1:
-            shrink_i = None if shrink is None else shrink[i]
-            output, running, _ = _token(running, objective, unit, q_i, k_i, v_i, gamma_i, gate_i, shrink_i)
+            output, running, _ = _token(running, objective, unit, q_i, k_i, v_i, gamma_i, gate_i)
         else:
             output, running, _ = _chunk(running, objective, unit, q_i, k_i, v_i, gamma_i, gate_i)
         outputs.append(output)
@@ -126,19 +122,19 @@ class _OrthogonalRecurrence(torch.autograd.Function):
     """The eager form. Saves its inputs and every √n-th state; recomputes the states between them."""
 
     @staticmethod
-    def forward(ctx, q, k, v, gamma, g, threshold, state, objective, unit, scale, chunk_size):
+    def forward(ctx, q, k, v, gamma, g, state, objective, unit, scale, chunk_size):
         batch, tokens, heads, _ = q.shape
         chunk_size = min(chunk_size, tokens)
         chunks = -(-tokens // chunk_size)
-        xs = _split(Inputs(q, k, v, gamma, g, threshold), scale, state.dtype, chunks, chunk_size)
+        xs = _split(Inputs(q, k, v, gamma, g), scale, state.dtype, chunks, chunk_size)
         step, _ = _forms(chunk_size)
         running, every, kept, outputs = state.flatten(0, 1), balanced_chunk_size(chunks), [], []
         for i in range(chunks):
             if i % every == 0:
                 kept.append(running)
-            output, running, _ = step(running, objective, unit, *_at(xs, i))
+            output, running, _ = step(running, objective, unit, *[x[i] for x in xs])
             outputs.append(output)
-        ctx.save_for_backward(q, k, v, gamma, g, threshold, torch.stack(kept))
+        ctx.save_for_backward(q, k, v, gamma, g, torch.stack(kept))
         ctx.options = objective, unit, scale, chunk_size
         # The caller may change results in place, which autograd refuses for views.
         output = join_chunks(torch.stack(outputs), batch, heads, tokens)
@@ -159,7 +155,7 @@ def _backward(
     d_final: Tensor,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Gradients of the inputs and of the initial state; None for inputs that are not given."""
-    q, k, v, gamma, g, threshold = inputs
+    q, k, v, gamma, g = inputs
     chunks = -(-q.shape[1] // chunk_size)
     xs = _split(inputs, scale, kept.dtype, chunks, chunk_size)
     d_chunks = split_chunks(d_output, kept.dtype, chunks, chunk_size)
@@ -168,25 +164,21 @@ def _backward(
     for start in reversed(range(0, chunks, every)):
         segment, state, steps = range(start, min(start + every, chunks)), kept[start // every], []
         for i in segment:
-            _, after, parts = step(state, objective, unit, *_at(xs, i))
+            _, after, parts = step(state, objective, unit, *[x[i] for x in xs])
             steps.append((state, after, parts))
             state = after
         for i in reversed(segment):
-            d_state, *own = step_backward(*steps.pop(), objective, unit, d_chunks[i], d_state, *_at(xs, i))
+            d_state, *own = step_backward(*steps.pop(), objective, unit, d_chunks[i], d_state, *[x[i] for x in xs])
             grads.append(own)
-    stacked: Any = (None if x[0] is None else torch.stack(x[::-1]) for x in zip(*grads, strict=True))
-    d_q, d_k, d_v, d_gamma, d_gate, d_shrink = stacked
+    d_q, d_k, d_v, d_gamma, d_gate = (torch.stack(x[::-1]) for x in zip(*grads, strict=True))
     if g is not None and chunk_size == 1:
         d_gate = d_gate * xs[4]
-    if threshold is not None:
-        d_gamma = d_gamma + d_shrink * split_chunks(threshold.unsqueeze(-1), kept.dtype, chunks, 1)
     return (
         join_like(d_q.mul_(scale).flatten(0, 1), q),
         join_like(d_k.flatten(0, 1), k),
         join_like(d_v.flatten(0, 1), v),
         join_like(d_gamma.flatten(0, 1), gamma),
         None if g is None else join_like(d_gate.flatten(0, 1), g),
-        None if threshold is None else join_like((d_shrink * xs[3]).flatten(0, 1), threshold),
         d_state.unflatten(0, (q.shape[0], -1)),
     )
 
@@ -195,19 +187,14 @@ def _forms(chunk_size: int) -> tuple[Callable[..., tuple[Tensor, Tensor, list[Te
     return (_token, _token_backward) if chunk_size == 1 else (_chunk, _chunk_backward)
 
 
-def _at(xs: tuple[Tensor | None, ...], i: int) -> list[Tensor]:
-    """Chunk i of each tensor that is given; the last one, the threshold, can be None."""
-    return [x[i] for x in xs if x is not None]
-
-
 def _split(
     inputs: Inputs, scale: float, dtype: torch.dtype, chunks: int, chunk_size: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Chunked scale q, k, v, gamma, gate and gamma times threshold [n, R, C, M or D or 1], R = B * H.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Chunked scale q, k, v, gamma and gate [n, R, C, M or D or 1], R = B * H.
 
     The gate is g in chunks of several tokens and its exponential, the decay itself, in those of one.
     """
-    q, k, v, gamma, g, threshold = inputs  # TorchScript narrows the types of variables only
+    q, k, v, gamma, g = inputs  # TorchScript narrows the types of variables only
     query = split_chunks(q, dtype, chunks, chunk_size)
     strength = split_chunks(gamma.unsqueeze(-1), dtype, chunks, chunk_size)
     gate = torch.zeros_like(strength) if g is None else split_chunks(g.unsqueeze(-1), dtype, chunks, chunk_size)
@@ -217,7 +204,6 @@ def _split(
         split_chunks(v, dtype, chunks, chunk_size),
         strength,
         gate.exp() if chunk_size == 1 else gate,
-        None if threshold is None else strength * split_chunks(threshold.unsqueeze(-1), dtype, chunks, chunk_size),
     )
 
 
@@ -300,7 +286,7 @@ def _ttt_backward(
 
 def _token(
     state: Tensor, objective: str, unit: bool,
-    q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, decay: Tensor, shrink: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, decay: Tensor,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """One exact step: the output [R, 1, D], the next state [R, D, M], and what the backward needs of it.
 
@@ -312,8 +298,6 @@ def _token(
     if lengths is not None:
         c, a = c / lengths, a / lengths
     state = (state * torch.addcmul(decay, c, a, value=-1.0)).addcmul_(h.transpose(-1, -2), c)
-    if shrink is not None:
-        state = move_towards_zero(state, shrink)
     if unit:
         norms = column_norms(state)
         state = state / norms  # not in place: an exported graph keeps the state from before for its own gradients
@@ -323,9 +307,9 @@ def _token(
 
 def _token_backward(
     before: Tensor, after: Tensor, parts: list[Tensor], objective: str, unit: bool, d_output: Tensor, d_state: Tensor,
-    q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, decay: Tensor, shrink: Tensor | None = None,
-) -> list[Tensor | None]:  # fmt: skip
-    """Gradients of the state before a token, of q, k, v, gamma, the decay and, if there is one, of the shrinkage."""
+    q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, decay: Tensor,
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of the state before a token, of q, k, v, gamma and the decay."""
     d_q = torch.bmm(d_output, after)
     h, c, a, *norms = parts
     slots, lengths = _slots(before, objective, unit)
@@ -333,11 +317,6 @@ def _token_backward(
     d_state = torch.addcmul(d_state, d_output.mT, q)
     if unit:
         _normalise_backward_(d_state, after, norms[0])
-    d_shrink = None
-    if shrink is not None:
-        sign = after.sign()
-        d_shrink = -(sign * d_state).sum((-2, -1), keepdim=True)
-        d_state.mul_(sign.abs_().masked_fill_(shrink == 0, 1))
     d_keep = (before * d_state).sum(-2, keepdim=True)
     d_c = torch.bmm(h, d_state).addcmul_(d_keep, present, value=-1)
     d_a = -d_keep * written
@@ -349,7 +328,7 @@ def _token_backward(
     d_inputs = _writes_backward(objective, slots, k, v, gamma, h, a, d_h, d_c, d_a, d_slots)
     if lengths is not None:
         d_before += _slots_backward(slots, lengths, d_slots, -(d_c * written + d_a * present))
-    return [d_before, d_q, *d_inputs, d_keep.sum(-1, keepdim=True), d_shrink]
+    return [d_before, d_q, *d_inputs, d_keep.sum(-1, keepdim=True)]
 
 
 def _normalise_backward_(d_normalised: Tensor, normalised: Tensor, norms: Tensor) -> Tensor:
@@ -423,8 +402,8 @@ def _empty(slots: Tensor) -> Tensor:
 def _chunk_backward(
     before: Tensor, after: Tensor, parts: list[Tensor], objective: str, unit: bool, d_output: Tensor, d_after: Tensor,
     q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, g: Tensor,
-) -> list[Tensor | None]:  # fmt: skip
-    """Gradients of the state before a chunk and of q, k, v, gamma and g in it, and None: there is no shrinkage."""
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of the state before a chunk and of q, k, v, gamma and g in it."""
     chunk, norms = _Chunk(*parts[:7]), parts[7:]
     h, c, a, x, w_x, w, b = chunk
     slots, lengths = _slots(before, objective, unit)
@@ -456,7 +435,7 @@ def _chunk_backward(
         d_slots = _slots_backward(slots, lengths, d_slots, -(d_c * c).sum(-2, keepdim=True))
     d_w += torch.bmm(d_w_x, x.mT)
     d_g = decay_matrix_backward(d_w * w) + reverse_cumsum(d_b * b)
-    return [d_state + d_slots, d_q, *d_inputs, d_g, None]
+    return [d_state + d_slots, d_q, *d_inputs, d_g]
 
 
 def _products_backward(

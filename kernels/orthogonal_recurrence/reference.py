@@ -10,29 +10,20 @@ from longseq.kernels.recurrence import Sequences, run_recurrence, run_segments, 
 
 
 def orthogonal_recurrence_step_torch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gamma: Tensor,
-    state: Tensor,
-    *,
-    objective: str = "decode",
-    g: Tensor | None = None,
-    normalize: bool = True,
-    threshold: Tensor | None = None,
-    scale: float = 1.0,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, state: Tensor, *, objective: str = "decode",
+    g: Tensor | None = None, normalize: bool = True, scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`orthogonal_recurrence_step` in torch: differentiable, in the state's precision."""
     unit = has_unit_columns(objective, normalize)
     state = normalise_columns(state) if unit else state
-    state = _advance(state, state, k, v, gamma, objective, g, threshold)
+    state = _advance(state, state, k, v, gamma, objective, g)
     state = normalise_columns(state) if unit else state
     return _read(state, q, scale).to(v.dtype), state
 
 
 def orthogonal_recurrence_reference(
     q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, *, objective: str, g: Tensor | None, normalize: bool,
-    threshold: Tensor | None, scale: float, chunk_size: int, **call: Any,
+    scale: float, chunk_size: int, **call: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """`orthogonal_recurrence`, one token at a time, from slots that are frozen for `chunk_size` tokens."""
     unit = has_unit_columns(objective, normalize)
@@ -40,16 +31,15 @@ def orthogonal_recurrence_reference(
     def core(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
         outputs, frozen = [], state
         for t in range(sequences[0].shape[1]):
-            q_t, k_t, v_t, gamma_t, g_t, threshold_t = token(sequences, t)
+            q_t, k_t, v_t, gamma_t, g_t = token(sequences, t)
             if t % chunk_size == 0:
                 state = normalise_columns(state) if unit else state
                 frozen = state
-            state = _advance(state, frozen, k_t, v_t, gamma_t, objective, g_t, threshold_t)
+            state = _advance(state, frozen, k_t, v_t, gamma_t, objective, g_t)
             outputs.append(_read(normalise_columns(state) if unit else state, q_t, scale))
         return torch.stack(outputs, dim=1), normalise_columns(state) if unit else state
 
-    sequences = (q, k, v, gamma, g, threshold)
-    return run_recurrence(core, sequences, state_shape=(), output_dtype=v.dtype, unpack=run_segments, **call)
+    return run_recurrence(core, (q, k, v, gamma, g), state_shape=(), output_dtype=v.dtype, unpack=run_segments, **call)
 
 
 def has_unit_columns(objective: str, normalize: bool) -> bool:
@@ -73,24 +63,14 @@ def normalise_columns(state: Tensor) -> Tensor:
 
 
 def _advance(
-    state: Tensor, frozen: Tensor, k: Tensor, v: Tensor, gamma: Tensor, objective: str, g: Tensor | None,
-    threshold: Tensor | None,
-) -> Tensor:  # fmt: skip
+    state: Tensor, frozen: Tensor, k: Tensor, v: Tensor, gamma: Tensor, objective: str, g: Tensor | None
+) -> Tensor:
     """The state [B, H, D, M] after one token, whose update is found from the slots of `frozen`; not normalised."""
     dtype = state.dtype
     k, v, gamma = k.to(dtype)[..., None, :], v.to(dtype)[..., None], gamma.to(dtype)[..., None, None]
     if g is not None:
         state = g.to(dtype).exp()[..., None, None] * state
-    state = state - gamma * _gradient(frozen, k, v, objective)
-    if threshold is not None:
-        state = move_towards_zero(state, gamma * threshold.to(dtype)[..., None, None])
-    return state
-
-
-def move_towards_zero(state: Tensor, distance: Tensor) -> Tensor:
-    """Soft threshold: entries that reach zero stop there. Without a distance, a zero passes its gradient on, too."""
-    moved = state.sign() * (state.abs() - distance).relu()
-    return torch.where((state == 0) & (distance == 0), state, moved)
+    return state - gamma * _gradient(frozen, k, v, objective)
 
 
 def _gradient(state: Tensor, k: Tensor, v: Tensor, objective: str) -> Tensor:

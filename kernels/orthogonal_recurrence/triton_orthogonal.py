@@ -190,7 +190,7 @@ class _Call:
     def _walk_chunks(self, kernel: Any, block: int, **constants: Any) -> Any:
         """A launch for programs that have `block` slots each; it takes k, v, gamma and g first."""
         programs = self.form.sequences * self.heads * cdiv(self.columns, block)
-        numbers = (self.tokens, self.heads, self.form.slots, *steps(*self.inputs[1:5]))
+        numbers = (self.tokens, self.heads, self.form.slots, *steps(*self.inputs[1:]))
         return self._launch(kernel, programs, numbers, BLOCK=block, **constants)
 
     def _slots_of_walk(self, kernel: str) -> int:
@@ -211,11 +211,11 @@ class _Call:
         stages = self.form.launch("advance_chunks").stages
         block = self._slots_of_walk("advance_chunks")
         self._walk_chunks(advance_chunks, block, SAVE=save, STAGES=stages)(
-            *self.inputs[1:5], self.initial, self.cu_seqlens, *kept, final
+            *self.inputs[1:], self.initial, self.cu_seqlens, *kept, final
         )
-        numbers = (self.scale, self.tokens, self.heads, *steps(*self.inputs[:5]))
+        numbers = (self.scale, self.tokens, self.heads, *steps(*self.inputs))
         self._launch(read_out, self.rows, numbers, BLOCK=self.form.block("read_out"))(
-            *self.inputs[:5], self.cu_seqlens, self.form.sequence_of, *kept[:2], output
+            *self.inputs, self.cu_seqlens, self.form.sequence_of, *kept[:2], output
         )
 
     def retreat_tokens(self, kept: list[Tensor], d_output: Tensor, d_final: Tensor | None, grads: Gradients) -> None:
@@ -231,7 +231,7 @@ class _Call:
         self, kept: list[Tensor], d_output: Tensor, d_final: Tensor | None, grads: Gradients
     ) -> None:
         states, h_or_a, _, _ = kept
-        d_q, d_k, d_v, d_gamma, d_g, _, d_initial = grads
+        d_q, d_k, d_v, d_gamma, d_g, d_initial = grads
         width, columns, chunk, rows = self.width, self.columns, self.form.chunk, self.rows
 
         d_coefficients, d_h = self._scratch(rows, columns * chunk), self._scratch(rows, width * chunk)
@@ -243,11 +243,11 @@ class _Call:
         d_w_x = self._scratch(rows * (apart and removes), columns * chunk)
         d_squared = self._scratch(rows * (apart and self.unit), columns * chunk)
         launches = [(True, False), (False, True)] if apart and removes else [(True, removes)]
-        numbers = (self.scale, self.tokens, self.heads, *steps(*self.inputs[:5], d_output))
+        numbers = (self.scale, self.tokens, self.heads, *steps(*self.inputs, d_output))
         block = self.form.block("differentiate_outputs")
         for reads, writes in launches:
             self._launch(differentiate_outputs, rows, numbers, BLOCK=block, READS=reads, WRITES=writes)(
-                *(*self.inputs[:5], self.cu_seqlens, self.form.sequence_of, states, h_or_a, d_output),
+                *(*self.inputs, self.cu_seqlens, self.form.sequence_of, states, h_or_a, d_output),
                 *(d_q, d_coefficients, d_h, d_states, d_w_x, d_squared, from_gates),
             )
         block = self._slots_of_walk("retreat_chunks")
@@ -256,34 +256,32 @@ class _Call:
         if is_wide or not removes:  # shared memory has no room for loads ahead, or only for those of products
             stages = None if removes or not is_wide else 1
         self._walk_chunks(retreat_chunks, block, STAGES=stages)(
-            *(*self.inputs[1:5], self.initial, self.cu_seqlens, *kept, d_final),
+            *(*self.inputs[1:], self.initial, self.cu_seqlens, *kept, d_final),
             *(d_h, d_states, d_after, d_h_or_a, d_values, d_initial),
         )
         block = self.form.block("differentiate_inputs")
-        self._launch(differentiate_inputs, rows, (self.tokens, self.heads, *steps(*self.inputs[1:5])), BLOCK=block)(
-            *(*self.inputs[1:5], self.cu_seqlens, self.form.sequence_of, states, h_or_a),
+        self._launch(differentiate_inputs, rows, (self.tokens, self.heads, *steps(*self.inputs[1:])), BLOCK=block)(
+            *(*self.inputs[1:], self.cu_seqlens, self.form.sequence_of, states, h_or_a),
             *(d_coefficients, d_h, d_after, d_h_or_a, d_values, from_gates, d_k, d_v, d_gamma, d_g),
         )
 
 
-def _allocate_results(
-    q, k, v, gamma, g, threshold, initial_state, cu_seqlens, objective, unit, scale, chunk_size, reverse, save
-):
-    form = _form(Inputs(q, k, v, gamma, g, threshold), cu_seqlens, objective, unit, chunk_size, reverse)
+def _allocate_results(q, k, v, gamma, g, initial_state, cu_seqlens, objective, unit, scale, chunk_size, reverse, save):
+    form = _form(Inputs(q, k, v, gamma, g), cu_seqlens, objective, unit, chunk_size, reverse)
     output, final, kept = _allocate(form, k, v, save)
     return output, final, kept if save else []
 
 
 @custom_op("orthogonal_recurrence", _allocate_results)
 def orthogonal_recurrence(
-    q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, g: Tensor | None, threshold: Tensor | None, initial_state: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, g: Tensor | None, initial_state: Tensor,
     cu_seqlens: Tensor | None, objective: str, unit: bool, scale: float, chunk_size: int, reverse: int, save: bool,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """Returns o [B, T, H, D] in v's type, the final state, and if `save` what the backward pass needs.
 
     The final state is [B or segments, H, D, M] in float32; the list has the order of `_allocate`.
     """
-    inputs = Inputs(q, k, v, gamma, g, threshold)
+    inputs = Inputs(q, k, v, gamma, g)
     call = _Call(inputs, initial_state, cu_seqlens, objective, unit, scale, chunk_size, reverse)
     output, final, kept = _allocate(call.form, k, v, save)
     advance = call.advance_tokens if call.form.is_exact else call.advance_chunks
@@ -316,21 +314,21 @@ def _allocate(form: _Form, k: Tensor, v: Tensor, save: bool) -> tuple[Tensor, Te
 
 
 def _allocate_gradients(
-    q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, g: Tensor | None, threshold: Tensor | None, initial_state: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, g: Tensor | None, initial_state: Tensor,
     *_: Any,
 ) -> Gradients:  # fmt: skip
     d_initial = initial_state.new_empty(initial_state.shape, dtype=torch.float32)
-    return *[empty_like(x) for x in (q, k, v, gamma, g, threshold)], d_initial
+    return *[empty_like(x) for x in (q, k, v, gamma, g)], d_initial
 
 
-@orthogonal_recurrence.gradient("q k v gamma g threshold initial_state", fake=_allocate_gradients)
+@orthogonal_recurrence.gradient("q k v gamma g initial_state", fake=_allocate_gradients)
 def orthogonal_recurrence_backward(
-    q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, g: Tensor | None, threshold: Tensor | None, initial_state: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, g: Tensor | None, initial_state: Tensor,
     cu_seqlens: Tensor | None, kept: list[Tensor], d_output: Tensor, d_final: Tensor | None, objective: str, unit: bool,
     scale: float, chunk_size: int, reverse: int,
 ) -> Gradients:  # fmt: skip
     """The gradients of all inputs; that of the initial state in float32."""
-    inputs = Inputs(q, k, v, gamma, g, threshold)
+    inputs = Inputs(q, k, v, gamma, g)
     call = _Call(inputs, initial_state, cu_seqlens, objective, unit, scale, chunk_size, reverse)
     grads = _allocate_gradients(*inputs, initial_state)
     differentiate = call.retreat_tokens if call.form.is_exact else call.differentiate_chunks
@@ -340,11 +338,11 @@ def orthogonal_recurrence_backward(
 
 def orthogonal_recurrence_triton(
     q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, *, objective: str, g: Tensor | None, normalize: bool,
-    threshold: Tensor | None, scale: float, initial_state: Tensor, output_final_state: bool, cu_seqlens: Tensor | None,
+    scale: float, initial_state: Tensor, output_final_state: bool, cu_seqlens: Tensor | None,
     chunk_size: int, reverse: Reverse,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """`orthogonal_recurrence` in Triton kernels."""
-    tensors, unit = (q, k, v, gamma, g, threshold, initial_state), has_unit_columns(objective, normalize)
+    tensors, unit = (q, k, v, gamma, g, initial_state), has_unit_columns(objective, normalize)
     options = objective, unit, float(scale), chunk_size, number_of(reverse), records_gradient(*tensors)
     o, final, _ = orthogonal_recurrence(*tensors, borders_on(k.device, cu_seqlens), *options)
     return o, final if output_final_state else None

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longseq.kernels.custom_op import custom_op
+from longseq.kernels.custom_op import custom_op, results_like
 from longseq.kernels.devices import channels_adjacent
 from longseq.kernels.orthogonal_recurrence.reference import has_unit_columns
 from longseq.kernels.triton_launch import find_launch, launch_options
@@ -48,7 +48,7 @@ def _decode(
 
 @triton.jit
 def _advance(slots, h, key, strength, decay, OBJECTIVE: tl.constexpr, UNIT: tl.constexpr):
-    """The columns of the state after a token, before the threshold and N."""
+    """The columns of the state after a token, before N."""
     if OBJECTIVE == "ttt":
         after = decay * slots + h[:, None] * (strength * key)[None, :]
     else:
@@ -65,20 +65,12 @@ def _advance(slots, h, key, strength, decay, OBJECTIVE: tl.constexpr, UNIT: tl.c
     return after
 
 
-@triton.jit
-def _shrink(slots, limit):
-    """Soft threshold: move each number towards zero by `limit`, at most to zero."""
-    kept = tl.abs(slots) - limit
-    kept = tl.where(kept < 0.0, 0.0, kept)
-    return tl.where(slots < 0.0, -kept, tl.where(slots == 0.0, 0.0, kept))
-
-
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def _step(
-    q, k, v, gamma, g, threshold, state, output, after, scale, H,
-    q_row, q_head, k_row, k_head, v_row, v_head, gamma_row, gamma_head, g_row, g_head, threshold_row, threshold_head,
+    q, k, v, gamma, g, state, output, after, scale, H,
+    q_row, q_head, k_row, k_head, v_row, v_head, gamma_row, gamma_head, g_row, g_head,
     D: tl.constexpr, M: tl.constexpr, OBJECTIVE: tl.constexpr, UNIT: tl.constexpr, GATED: tl.constexpr,
-    SHRUNK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     n, row, head, _ = place(H, 1, 1)
     state += n * D * M
@@ -90,9 +82,6 @@ def _step(
     decay = 1.0
     if GATED:
         decay = tl.exp(tl.load(g + row * g_row + head * g_head).to(tl.float32))
-    limit = 0.0
-    if SHRUNK:
-        limit = strength * tl.load(threshold + row * threshold_row + head * threshold_head).to(tl.float32)
 
     if OBJECTIVE == "decode":
         h -= _decode(state, k, M, D, True, BLOCK_D, BLOCK_M)
@@ -105,8 +94,6 @@ def _step(
     for first in range(0, M, BLOCK_M):
         slots = load_block(state, 0, first, D, M, BLOCK_D, BLOCK_M)
         slots = _advance(slots, h, load_vector(k, first, M, BLOCK_M), strength, decay, OBJECTIVE, UNIT)
-        if SHRUNK:
-            slots = _shrink(slots, limit)
         if UNIT:
             slots *= reciprocal_root(tl.sum(slots * slots, 0))[None, :]
         o += tl.sum(slots * load_vector(q, first, M, BLOCK_M)[None, :], 1)
@@ -114,51 +101,20 @@ def _step(
     store_vector(output + n * D, 0, scale * o, D, BLOCK_D)
 
 
-@custom_op("orthogonal_recurrence_step")
-def orthogonal_recurrence_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gamma: Tensor,
-    state: Tensor,
-    g: Tensor | None,
-    threshold: Tensor | None,
-    objective: str,
-    unit: bool,
+@custom_op("orthogonal_recurrence_step", results_like(2, 4))
+def orthogonal_recurrence_step_triton(
+    q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, state: Tensor, objective: str, g: Tensor | None, normalize: bool,
     scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Returns o [B, H, D] in v's type and the next state [B, H, D, M] in float32; `unit` normalises columns."""
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Returns o [B, H, D] in v's type and the next state [B, H, D, M] in float32."""
     q, k, v, state = channels_adjacent(q), channels_adjacent(k), channels_adjacent(v), state.contiguous()
     batch, heads, width, slots = state.shape
     output, after = v.new_empty(v.shape), torch.empty_like(state)
     tile = column_tile(width, slots, STATE)
     find_launch(
         _step, q.device, batch * heads,
-        (scale, heads, *strides(q), *strides(k), *strides(v), *strides(gamma), *strides(g), *strides(threshold)),
-        D=width, M=slots, OBJECTIVE=objective, UNIT=unit, GATED=g is not None, SHRUNK=threshold is not None,
+        (float(scale), heads, *strides(q), *strides(k), *strides(v), *strides(gamma), *strides(g)),
+        D=width, M=slots, OBJECTIVE=objective, UNIT=has_unit_columns(objective, normalize), GATED=g is not None,
         BLOCK_D=tile.rows, BLOCK_M=tile.columns, **launch_options(tile.warps),
-    )(q, k, v, gamma, g, threshold, state, output, after)  # fmt: skip
+    )(q, k, v, gamma, g, state, output, after)  # fmt: skip
     return output, after
-
-
-@orthogonal_recurrence_step.register_fake
-def _(q, k, v, gamma, state, g, threshold, objective, unit, scale):
-    return v.new_empty(v.shape), state.new_empty(state.shape)
-
-
-def orthogonal_recurrence_step_triton(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gamma: Tensor,
-    state: Tensor,
-    *,
-    objective: str,
-    g: Tensor | None,
-    normalize: bool,
-    threshold: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """`orthogonal_recurrence_step` in one Triton kernel."""
-    unit = has_unit_columns(objective, normalize)
-    return orthogonal_recurrence_step(q, k, v, gamma, state, g, threshold, objective, unit, float(scale))

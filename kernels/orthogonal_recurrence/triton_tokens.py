@@ -32,7 +32,7 @@ from longseq.kernels.triton_tiles import (
     token_after,
 )
 
-UNSPECIALISED = [*SIZES_AND_STRIDES, "sequences", "gamma_token", "threshold_token"]
+UNSPECIALISED = [*SIZES_AND_STRIDES, "sequences", "gamma_token"]
 
 
 @triton.jit
@@ -49,16 +49,13 @@ def _store_vector(base, x, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _load_numbers(gamma, g, threshold, live, GATED: tl.constexpr, SHRUNK: tl.constexpr):
-    """The strength, the decay and the threshold of one token."""
+def _load_numbers(gamma, g, live, GATED: tl.constexpr):
+    """The strength and the decay of one token."""
     strength = tl.load(gamma, mask=live, other=0.0).to(tl.float32)
     decay = tl.full((), 1.0, tl.float32)
     if GATED:
         decay = tl.exp(tl.load(g, mask=live, other=0.0).to(tl.float32))
-    limit = tl.full((), 0.0, tl.float32)
-    if SHRUNK:
-        limit = tl.load(threshold, mask=live, other=0.0).to(tl.float32)
-    return strength, decay, limit
+    return strength, decay
 
 
 @triton.jit
@@ -102,29 +99,24 @@ def _written(state, r, k, v, strength, OBJECTIVE: tl.constexpr):
 
 
 @triton.jit
-def _updated(state, r, h, c, a, decay, shrink, UNIT: tl.constexpr, SHRUNK: tl.constexpr):
+def _updated(state, r, h, c, a, decay, UNIT: tl.constexpr):
     """The state after one token, before N; with N, the state before the token is state ⊙ r."""
     if UNIT:
         state = state * (r * (decay - c * a))[None, :] + h[:, None] * c[None, :]
     else:
         state = state * (decay - c * r * a * r)[None, :] + h[:, None] * (c * r)[None, :]
-    if SHRUNK:
-        kept = tl.abs(state) - shrink
-        kept = tl.where(kept < 0.0, 0.0, kept)
-        state = tl.where(state < 0.0, -kept, tl.where(state == 0.0, 0.0, kept))
     return state
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def advance_tokens(
-    q, k, v, gamma, g, threshold, initial, cu_seqlens, states, output, final, scale, T, H,
-    q_token, k_token, v_token, gamma_token, g_token, threshold_token,
+    q, k, v, gamma, g, initial, cu_seqlens, states, output, final, scale, T, H,
+    q_token, k_token, v_token, gamma_token, g_token,
     D: tl.constexpr, M: tl.constexpr, OBJECTIVE: tl.constexpr, UNIT: tl.constexpr, REVERSE: tl.constexpr,
     SAVE: tl.constexpr, EVERY: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Outputs and the final state of one head of one sequence; if SAVE, also the states before every EVERY tokens."""
     GATED: tl.constexpr = g is not None
-    SHRUNK: tl.constexpr = threshold is not None
     head = tl.program_id(0) % H
     n = (tl.program_id(0) // H).to(tl.int64)
     row, start, end, slot = sequence(n, T, cu_seqlens, cu_seqlens is not None, EVERY)
@@ -137,9 +129,6 @@ def advance_tokens(
     if GATED:
         g += first * g_token + head
         g_token *= NEXT
-    if SHRUNK:
-        threshold += first * threshold_token + head
-        threshold_token *= NEXT
     output += (first * H + head) * D
     q_token *= NEXT
     k_token *= NEXT
@@ -153,7 +142,7 @@ def advance_tokens(
     query = _load_vector(q, live, M, BLOCK_M)
     key = _load_vector(k, live, M, BLOCK_M)
     value = _load_vector(v, live, D, BLOCK_D)
-    strength, decay, limit = _load_numbers(gamma, g, threshold, live, GATED, SHRUNK)
+    strength, decay = _load_numbers(gamma, g, live, GATED)
     for t in range(0, length):
         live = t + 1 < length
         q += q_token
@@ -162,12 +151,10 @@ def advance_tokens(
         gamma += gamma_token
         if GATED:
             g += g_token
-        if SHRUNK:
-            threshold += threshold_token
         next_query = _load_vector(q, live, M, BLOCK_M)
         next_key = _load_vector(k, live, M, BLOCK_M)
         next_value = _load_vector(v, live, D, BLOCK_D)
-        next_strength, next_decay, next_limit = _load_numbers(gamma, g, threshold, live, GATED, SHRUNK)
+        next_strength, next_decay = _load_numbers(gamma, g, live, GATED)
         if SAVE:
             if t % EVERY == 0:
                 before = state
@@ -177,7 +164,7 @@ def advance_tokens(
                 store_block(states + place * D * M, 0, 0, before, D, M, BLOCK_D, BLOCK_M)
 
         h, c, a = _written(state, r, key, value, strength, OBJECTIVE)
-        state = _updated(state, r, h, c, a, decay, strength * limit, UNIT, SHRUNK)
+        state = _updated(state, r, h, c, a, decay, UNIT)
         r = _reciprocal_lengths(state, OBJECTIVE)
         read = query * scale
         if UNIT:
@@ -189,7 +176,6 @@ def advance_tokens(
         value = next_value
         strength = next_strength
         decay = next_decay
-        limit = next_limit
     if UNIT:
         # The state of an empty segment is returned as it is, not normalised.
         state *= tl.where(length > 0, r, 1.0)[None, :]
@@ -198,10 +184,10 @@ def advance_tokens(
 
 @triton.jit
 def _recompute_segment(
-    k, v, gamma, g, threshold, states, before, directions, answers, lengths, count,
-    k_token, v_token, gamma_token, g_token, threshold_token,
+    k, v, gamma, g, states, before, directions, answers, lengths, count,
+    k_token, v_token, gamma_token, g_token,
     D: tl.constexpr, M: tl.constexpr, OBJECTIVE: tl.constexpr, UNIT: tl.constexpr, GATED: tl.constexpr,
-    SHRUNK: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Starts from the checkpoint at `states`; stores the state before each token, h, a and r; returns the last state.
 
@@ -214,7 +200,7 @@ def _recompute_segment(
         r = _reciprocal_lengths(state, OBJECTIVE)
     key = _load_vector(k, count > 0, M, BLOCK_M)
     value = _load_vector(v, count > 0, D, BLOCK_D)
-    strength, decay, limit = _load_numbers(gamma, g, threshold, count > 0, GATED, SHRUNK)
+    strength, decay = _load_numbers(gamma, g, count > 0, GATED)
     for t in range(0, count):
         live = t + 1 < count
         k += k_token
@@ -222,11 +208,9 @@ def _recompute_segment(
         gamma += gamma_token
         if GATED:
             g += g_token
-        if SHRUNK:
-            threshold += threshold_token
         next_key = _load_vector(k, live, M, BLOCK_M)
         next_value = _load_vector(v, live, D, BLOCK_D)
-        next_strength, next_decay, next_limit = _load_numbers(gamma, g, threshold, live, GATED, SHRUNK)
+        next_strength, next_decay = _load_numbers(gamma, g, live, GATED)
 
         slots = state
         if UNIT:
@@ -235,7 +219,7 @@ def _recompute_segment(
         h, c, a = _written(state, r, key, value, strength, OBJECTIVE)
         if not UNIT:
             _store_vector(lengths + t * M, r, M, BLOCK_M)
-        state = _updated(state, r, h, c, a, decay, strength * limit, UNIT, SHRUNK)
+        state = _updated(state, r, h, c, a, decay, UNIT)
         r = _reciprocal_lengths(state, OBJECTIVE)
         if UNIT:
             _store_vector(lengths + t * M, r, M, BLOCK_M)
@@ -245,7 +229,6 @@ def _recompute_segment(
         value = next_value
         strength = next_strength
         decay = next_decay
-        limit = next_limit
     if UNIT:
         state *= r[None, :]
     return state
@@ -253,20 +236,15 @@ def _recompute_segment(
 
 @triton.jit
 def _differentiate_token(
-    before, after, d_state, r, q, k, v, d_output, h, a, strength, decay, shrink,
-    OBJECTIVE: tl.constexpr, UNIT: tl.constexpr, SHRUNK: tl.constexpr,
+    before, after, d_state, r, q, k, v, d_output, h, a, strength, decay,
+    OBJECTIVE: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of the state before a token, of q, k and v, and of the strength, decay and soft threshold."""
+    """The gradients of the state before a token, of q, k and v, and of the strength and decay."""
     d_q = tl.sum(after * d_output[:, None], 0)
     d_state += d_output[:, None] * q[None, :]
     if UNIT:
         along = tl.sum(after * d_state, 0)
         d_state = (d_state - after * along[None, :]) * r[None, :]
-    d_shrink = 0.0
-    if SHRUNK:
-        moved = tl.where(after == 0.0, 0.0, d_state)
-        d_shrink = tl.sum(tl.sum(tl.where(after > 0.0, -moved, moved), 1), 0)
-        d_state = tl.where(shrink == 0.0, d_state, moved)
 
     source = k
     if OBJECTIVE == "encode":
@@ -318,14 +296,14 @@ def _differentiate_token(
             d_before -= d_v[:, None] * k_r[None, :]
         if not UNIT:
             d_before -= slots * (d_lengths + across * r)[None, :]
-    return d_before, d_q, d_k, d_v, d_strength, d_decay, d_shrink
+    return d_before, d_q, d_k, d_v, d_strength, d_decay
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def retreat_tokens(
-    q, k, v, gamma, g, threshold, initial, cu_seqlens, states, d_output, d_final, scratch,
-    d_q, d_k, d_v, d_gamma, d_g, d_threshold, d_initial, scale, T, H, sequences,
-    q_token, k_token, v_token, gamma_token, g_token, threshold_token, do_token,
+    q, k, v, gamma, g, initial, cu_seqlens, states, d_output, d_final, scratch,
+    d_q, d_k, d_v, d_gamma, d_g, d_initial, scale, T, H, sequences,
+    q_token, k_token, v_token, gamma_token, g_token, do_token,
     D: tl.constexpr, M: tl.constexpr, OBJECTIVE: tl.constexpr, UNIT: tl.constexpr, REVERSE: tl.constexpr,
     EVERY: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
@@ -334,7 +312,6 @@ def retreat_tokens(
     `scratch` has room for EVERY tokens for each program.
     """
     GATED: tl.constexpr = g is not None
-    SHRUNK: tl.constexpr = threshold is not None
     before = scratch + tl.program_id(0).to(tl.int64) * EVERY * (D * M + D + 2 * M)
     directions = before + EVERY * D * M
     answers = directions + EVERY * D
@@ -352,9 +329,6 @@ def retreat_tokens(
         g_0 = gamma_0
         if GATED:
             g_0 = g + token_0 * g_token + head
-        threshold_0 = gamma_0
-        if SHRUNK:
-            threshold_0 = threshold + token_0 * threshold_token + head
         d_output_0 = d_output + token_0 * do_token + head * D
         place_0 = token_0 * H + head
 
@@ -369,10 +343,9 @@ def retreat_tokens(
             first = done * NEXT  # offset from the token that is read first
             after = _recompute_segment(
                 k_0 + first * k_token, v_0 + first * v_token, gamma_0 + first * gamma_token, g_0 + first * g_token,
-                threshold_0 + first * threshold_token, states + ((slot + m) * H + head) * D * M,
-                before, directions, answers, lengths, count,
-                k_token * NEXT, v_token * NEXT, gamma_token * NEXT, g_token * NEXT, threshold_token * NEXT,
-                D, M, OBJECTIVE, UNIT, GATED, SHRUNK, BLOCK_D, BLOCK_M,
+                states + ((slot + m) * H + head) * D * M, before, directions, answers, lengths, count,
+                k_token * NEXT, v_token * NEXT, gamma_token * NEXT, g_token * NEXT,
+                D, M, OBJECTIVE, UNIT, GATED, BLOCK_D, BLOCK_M,
             )  # fmt: skip
             tl.debug_barrier()  # threads of the program read below what other threads wrote above
             last = first + count * NEXT - NEXT
@@ -390,24 +363,17 @@ def retreat_tokens(
                 h = _load_vector(directions + t * D, live, D, BLOCK_D)
                 a = _load_vector(answers + t * M, live, M, BLOCK_M)
                 r = _load_vector(lengths + t * M, live, M, BLOCK_M)
-                strength, decay, limit = _load_numbers(
-                    gamma_0 + token * gamma_token, g_0 + token * g_token, threshold_0 + token * threshold_token,
-                    live, GATED, SHRUNK,
-                )  # fmt: skip
+                strength, decay = _load_numbers(gamma_0 + token * gamma_token, g_0 + token * g_token, live, GATED)
 
-                d_state, dq, dk, dv, d_strength, d_decay, d_shrink = _differentiate_token(
-                    slots, after, d_state, r, query * scale, key, value, d_read, h, a, strength, decay,
-                    strength * limit, OBJECTIVE, UNIT, SHRUNK,
-                )  # fmt: skip
+                d_state, dq, dk, dv, d_strength, d_decay = _differentiate_token(
+                    slots, after, d_state, r, query * scale, key, value, d_read, h, a, strength, decay, OBJECTIVE, UNIT
+                )
                 place = place_0 + token * H
                 _store_vector(d_q + place * M, dq * scale, M, BLOCK_M)
                 _store_vector(d_k + place * M, dk, M, BLOCK_M)
                 _store_vector(d_v + place * D, dv, D, BLOCK_D)
                 if GATED:
                     tl.store(d_g + place, d_decay * decay)
-                if SHRUNK:
-                    d_strength += d_shrink * limit
-                    tl.store(d_threshold + place, d_shrink * strength)
                 tl.store(d_gamma + place, d_strength)
                 after = slots
                 query = next_query

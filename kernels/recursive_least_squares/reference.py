@@ -13,13 +13,8 @@ InverseState = tuple[Tensor, Tensor]
 
 
 def recursive_least_squares_step_torch(
-    x: Tensor,
-    u: Tensor | None,
-    state: InverseState,
-    *,
-    refresh_period: int | None = 20,
-    refresh: float = 1e-3,
-) -> tuple[Tensor, InverseState]:
+    x: Tensor, u: Tensor | None, state: InverseState, *, refresh_period: int | None = 20, refresh: float = 1e-3,
+) -> tuple[Tensor, InverseState]:  # fmt: skip
     """`recursive_least_squares_step` in torch: differentiable, in the state's precision. Without u, A stays."""
     A, steps = state
     steps = steps + 1

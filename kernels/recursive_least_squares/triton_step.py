@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longseq.kernels.custom_op import custom_op
+from longseq.kernels.custom_op import custom_op, results_like
 from longseq.kernels.devices import channels_adjacent
 from longseq.kernels.triton_launch import cdiv, find_launch, launch_options, next_power_of_2
 from longseq.kernels.triton_steps import UNSPECIALISED, load_vector, place, reciprocal_root, store_vector, strides
@@ -79,16 +79,9 @@ def _update(
 
 
 def update_inverse(
-    x: Tensor,
-    u: Tensor | None,
-    A: Tensor,
-    steps: Tensor,
-    refresh_period: int,
-    refresh: float,
-    *,
-    unit: bool,
+    x: Tensor, u: Tensor | None, A: Tensor, steps: Tensor, refresh_period: int, refresh: float, *, unit: bool,
     dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """y [B, H, K] in `dtype`, the next A in float32 and the next steps.
 
     Without `u`, A stays unchanged. A `refresh_period` of 0 means no refresh. With `unit`, x is divided by its length.
@@ -112,7 +105,7 @@ def update_inverse(
     return y, A_after, steps_after
 
 
-@custom_op("recursive_least_squares_step")
+@custom_op("recursive_least_squares_step", results_like(0, 2, 3))
 def recursive_least_squares_step(
     x: Tensor, u: Tensor, A: Tensor, steps: Tensor, refresh_period: int, refresh: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -120,19 +113,9 @@ def recursive_least_squares_step(
     return update_inverse(x, u, A, steps, refresh_period, refresh, unit=False, dtype=x.dtype)
 
 
-@recursive_least_squares_step.register_fake
-def _(x, u, A, steps, refresh_period, refresh):
-    return x.new_empty(x.shape), A.new_empty(A.shape), steps.new_empty(steps.shape)
-
-
 def recursive_least_squares_step_triton(
-    x: Tensor,
-    u: Tensor,
-    state: tuple[Tensor, Tensor],
-    *,
-    refresh_period: int | None,
-    refresh: float,
+    x: Tensor, u: Tensor, state: tuple[Tensor, Tensor], *, refresh_period: int | None, refresh: float
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """`recursive_least_squares_step` in Triton kernels."""
-    y, A, steps = recursive_least_squares_step(x, u, *state, refresh_period or 0, float(refresh))
-    return y, (A, steps)
+    y, *after = recursive_least_squares_step(x, u, *state, refresh_period or 0, float(refresh))
+    return y, tuple(after)

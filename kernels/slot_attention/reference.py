@@ -11,16 +11,9 @@ from longseq.kernels.slot_attention.activations import ACTIVATIONS
 
 
 def slot_attention_step_torch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    state: tuple[Tensor, Tensor],
-    *,
-    write: Tensor | None = None,
-    scale: float = 1.0,
-    activation: str = "softmax",
-) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: tuple[Tensor, Tensor], *, write: Tensor | None = None,
+    scale: float = 1.0, activation: str = "softmax",
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
     """`slot_attention_step` in torch: differentiable, in the state's precision."""
     keys, values = state
     q, k, value, g = (x.to(keys.dtype) for x in (q, k, v, g))

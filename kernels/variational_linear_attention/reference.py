@@ -18,19 +18,10 @@ VariationalState = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def variational_linear_attention_step_torch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    u: Tensor | None = None,
-    *,
-    state: VariationalState,
-    refresh_period: int | None = 20,
-    refresh: float = 1e-3,
-    eps: float = 1e-4,
-    normalize_key: bool = True,
-    normalize_alpha: bool = True,
-    normalizer: bool = True,
-) -> tuple[Tensor, VariationalState]:
+    q: Tensor, k: Tensor, v: Tensor, u: Tensor | None = None, *, state: VariationalState,
+    refresh_period: int | None = 20, refresh: float = 1e-3, eps: float = 1e-4, normalize_key: bool = True,
+    normalize_alpha: bool = True, normalizer: bool = True,
+) -> tuple[Tensor, VariationalState]:  # fmt: skip
     """`variational_linear_attention_step` in torch: differentiable, in the state's precision."""
     S, A, z, steps = state
     query, key, value = q.to(S.dtype), k.to(S.dtype), v.to(S.dtype)

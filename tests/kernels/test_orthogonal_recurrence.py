@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from cases import cases
@@ -21,7 +19,6 @@ from longseq.kernels.orthogonal_recurrence import OBJECTIVES
 
 OP = "orthogonal_recurrence"
 VARIANTS = list_variants(OP)
-CHUNKED = [variant for variant in VARIANTS if variant != "l1"]  # the threshold needs the exact form
 
 
 def assert_same(actual, expected):
@@ -63,43 +60,7 @@ def test_a_step_descends_the_loss(objective, normalize):
     assert_equal_up_to_rounding(o[0, 0], expected @ q, "output")
 
 
-def test_threshold_is_the_proximal_step_of_the_l1_norm():
-    """The result minimises ‖x - y‖² / 2 + gamma λ ‖x‖₁, so y - x is a subgradient: its size is at most gamma λ."""
-    inputs = make_inputs(OP, "l1", batch=1, tokens=1, seed=3)
-    step = {**inputs.options, "normalize": False}
-    tokens = {name: x[:, 0] for name, x in inputs.sequences.items()}
-    _, shrunk = orthogonal_recurrence_step(**tokens, state=inputs.initial_state, **step)
-    limit = (tokens["gamma"] * tokens.pop("threshold"))[..., None, None]
-    _, plain = orthogonal_recurrence_step(**tokens, state=inputs.initial_state, **step)
-    moved = plain - shrunk
-    kept = shrunk != 0
-    assert 0 < kept.sum() < kept.numel()
-    assert_equal_up_to_rounding(moved[kept], (limit * shrunk.sign())[kept], "entries that stay")
-    assert (moved.abs() <= limit + 1e-12).all()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("normalize", [True, False])
-def test_tokens_that_do_not_write_pass_the_gradient_of_zeros_on(normalize):
-    """A soft threshold of zero is the identity, also for entries of the state that are exactly zero."""
-    inputs = make_inputs(OP, "l1", tokens=5)
-    inputs = replace(inputs, options={**inputs.options, "normalize": normalize})
-    inputs.initial_state[..., 1:3, :] = 0
-    state = inputs.initial_state.requires_grad_()
-
-    def differentiate(inputs, backend):
-        output, final = inputs.run(backend=backend)
-        (gradient,) = torch.autograd.grad(output[:, -5:].square().sum() + final.sum(), state)
-        return gradient
-
-    expected = differentiate(inputs, "reference")
-    assert (expected[..., 1:3, :] != 0).any()
-    behind = {name: torch.nn.functional.pad(x, (0, 0) * (x.ndim - 2) + (2, 0)) for name, x in inputs.sequences.items()}
-    for backend in ("torch", "reference"):
-        assert_equal_up_to_rounding(differentiate(inputs.replace(behind), backend), expected, backend)
-
-
-@pytest.mark.parametrize("variant", CHUNKED)
+@pytest.mark.parametrize("variant", VARIANTS)
 @cases("chunk_size", [2, 5, 16, 64])
 def test_chunk_form_equals_its_definition(variant, chunk_size):
     inputs = make_inputs(OP, variant, tokens=37)
@@ -109,7 +70,7 @@ def test_chunk_form_equals_its_definition(variant, chunk_size):
 
 
 @pytest.mark.parametrize("backend", ["torch", "reference"])
-@pytest.mark.parametrize("variant", CHUNKED)
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_cuts_at_chunk_borders_do_not_matter(backend, variant):
     inputs, options = make_inputs(OP, variant, tokens=22), {"chunk_size": 4, "backend": backend}
 
@@ -138,7 +99,7 @@ def test_chunks_count_from_where_reading_begins(backend, variant):
         assert_same(gradients(inputs, backend=backend, chunk_size=4, reverse=reverse, **options), expected)
 
 
-@pytest.mark.parametrize("variant", CHUNKED)
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_chunks_in_float32_are_as_accurate_as_the_definition(variant):
     inputs = make_inputs(OP, variant, tokens=150, dtype=torch.float32)
     exact = gradients(inputs.map(torch.Tensor.double), backend="reference", chunk_size=8)
@@ -158,7 +119,7 @@ def test_backward_keeps_the_root_of_the_states(chunk_size):
     assert states < 2 + (256 / chunk_size) ** 0.5
 
 
-@pytest.mark.parametrize("variant", ["plain", "encode", "similarity", "unnormalized", "l1"])
+@pytest.mark.parametrize("variant", ["plain", "encode", "similarity", "unnormalized"])
 @pytest.mark.parametrize("backend", ["torch", "reference"])
 def test_an_empty_slot_has_finite_gradients_and_can_be_written(variant, backend):
     inputs = make_inputs(OP, variant, tokens=5)

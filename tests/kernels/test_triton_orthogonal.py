@@ -77,21 +77,6 @@ def test_unnormalized_slots(interpreted, short_stretches, objective, chunk_size)
     assert_as_accurate_as_torch(unnormalized(inputs, objective), chunk_size=chunk_size)
 
 
-@pytest.mark.parametrize("objective", ["encode", "ttt"])
-def test_a_threshold_on_unnormalized_slots(interpreted, short_stretches, objective):
-    assert_as_accurate_as_torch(unnormalized(make_inputs(OP, "l1", batch=1, tokens=6), objective))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("normalize", [True, False])
-def test_a_threshold_where_tokens_do_not_write(interpreted, short_stretches, normalize):
-    inputs = make_inputs(OP, "l1", batch=1, tokens=6, sizes={"H": 1})
-    inputs = replace(inputs, options={**inputs.options, "normalize": normalize})
-    inputs.sequences["gamma"][:, [0, 1, 4]] = 0
-    inputs.initial_state[..., 1:3, :] = 0
-    assert_as_accurate_as_torch(inputs, gradients(inputs, backend="reference"))
-
-
 @pytest.mark.parametrize(
     ("variant", "chunk_size"), [("gated", 1), ("gated", 4), ("unnormalized", 4), ("encode", 4), ("ttt", 1)]
 )
@@ -114,17 +99,15 @@ def test_packed_half_precision(interpreted, short_stretches, chunk_size, dtype):
         assert error(actual[name], value) <= 2 * torch.finfo(actual[name].dtype).eps + 1e-5, name
 
 
-@pytest.mark.parametrize(("variant", "tokens", "chunk_size"), [("l1", 6, 1), ("unnormalized", 19, 17)])
+@pytest.mark.parametrize(("variant", "tokens", "chunk_size"), [("gated", 6, 1), ("unnormalized", 19, 17)])
 def test_half_of_the_rows_is_read_from_the_end(interpreted, short_stretches, variant, tokens, chunk_size):
     # Four heads for three programs of the exact form's backward pass.
-    inputs = make_inputs(OP, variant, tokens=tokens, sizes={} if variant == "l1" else {"H": 1})
-    if variant == "l1":
-        inputs = replace(inputs, sequences={**inputs.sequences, "g": -inputs.sequences["gamma"]})
+    inputs = make_inputs(OP, variant, tokens=tokens, sizes={} if variant == "gated" else {"H": 1})
     exact = gradients(inputs, run=Inputs.run_both_ways, backend="reference", chunk_size=chunk_size)
     assert_as_accurate_as_torch(inputs, exact, chunk_size=chunk_size, reverse="second_half")
 
 
-@pytest.mark.parametrize(("variant", "chunk_size"), [("l1", 1), ("gated", 4), ("ttt", 17)])
+@pytest.mark.parametrize(("variant", "chunk_size"), [("plain", 1), ("gated", 4), ("ttt", 17)])
 def test_packed_segments_read_from_their_ends(interpreted, short_stretches, variant, chunk_size):
     bounds = torch.tensor(BOUNDS)
     inputs = make_inputs(OP, variant, tokens=BOUNDS[-1], segments=len(BOUNDS) - 1, sizes={"H": 1})

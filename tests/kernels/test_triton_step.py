@@ -97,8 +97,7 @@ def test_other_activations_of_slots(interpreted, activation):
 
 @pytest.mark.parametrize("options", [{"objective": "encode", "normalize": False}, {"objective": "ttt"}], ids=str)
 def test_orthogonal_steps_with_options_together(interpreted, options):
-    inputs = draw("orthogonal_recurrence", "l1", tokens=2)
-    inputs.sequences["g"] = -inputs.sequences["threshold"]
+    inputs = draw("orthogonal_recurrence", "gated", tokens=2)
     inputs.options.update(options)
     assert_as_accurate_as_torch(inputs)
 
@@ -206,7 +205,7 @@ REAL = [
     ("longhorn_scan", "extreme_decay", 64, {"D": 384, "N": 16}),
     ("selective_scan", "plain", 3, {"D": 1536, "N": 128}),
     ("selective_scan", "extreme_decay", 2, {"D": 100, "N": 5}),
-    ("orthogonal_recurrence", "l1", 1, {"H": 16, "D": 64, "M": 64}),
+    ("orthogonal_recurrence", "plain", 1, {"H": 16, "D": 64, "M": 64}),
     ("orthogonal_recurrence", "encode", 16, {"H": 4, "D": 128, "M": 64}),
     ("orthogonal_recurrence", "similarity", 3, {"H": 4, "D": 128, "M": 128}),
     ("orthogonal_recurrence", "ttt", 3, {"H": 4, "D": 64, "M": 64}),

@@ -483,7 +483,6 @@ def lattice(p: Weights, x: Tensor, o: Options) -> Tensor:
                 o.get("objective", "decode")
             ]
             s_new = kept * s - gamma * c * away_from(s, h) / s.norm()
-            s_new = s_new.sign() * (s_new.abs() - gamma * o.get("sparsity", 0)).clamp_min(0)
             columns.append(s_new / s_new.norm() if o.get("normalize", True) else s_new)
         return torch.stack(columns, 1)
 
@@ -551,7 +550,7 @@ CASES: dict[Layer, list[Options]] = {
           {"negative_eigenvalues": True, "convolution_width": 0}],
     lattice: [{}, {"num_heads": 2, "num_slots": 3}, {"objective": "encode"}, {"objective": "similarity"},
               {"forget_gate": False}, {"normalize": False}, {"normalize": False, "objective": "encode"},
-              {"normalize": False, "objective": "similarity"}, {"normalize_key": True}, {"sparsity": 0.1},
+              {"normalize": False, "objective": "similarity"}, {"normalize_key": True},
               {"gamma_activation": "softplus", "convolution_width": 2}],
     linear_attention: [{}, {"num_heads": 2}, {"normalizer": False}, {"eps": 30.0}],
     longhorn: SCANS,

@@ -27,7 +27,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "head_features": ("identity",),
     "linear_attention": ("extreme_head_decay",),
     "longhorn_scan": ("beta_0", "beta_1", "repeated_keys", "extreme_decay"),
-    "orthogonal_recurrence": ("unnormalized", "l1", "gamma_0", "repeated_tokens", "extreme_decay", "extreme_values"),
+    "orthogonal_recurrence": ("unnormalized", "gamma_0", "repeated_tokens", "extreme_decay", "extreme_values"),
     "recursive_least_squares": ("repeated_directions", "extreme_directions"),
     "selective_scan": ("extreme_decay",),
     "short_convolution": ("one_tap",),
@@ -153,8 +153,6 @@ def change(inputs: Inputs, op: str, variant: str, sampler: InputSampler) -> Inpu
         named["g"] = sampler.decays(*named["g"].shape)
     elif variant in ("extreme_decay", "extreme_head_decay"):
         named["g"] = sampler.decays(*named["q"].shape[:3])
-    elif variant == "l1":
-        named["threshold"] = 0.5 * sampler.uniform(*named["gamma"].shape)
     elif variant == "gamma_0":
         named["gamma"] = torch.zeros_like(named["gamma"])
     elif variant == "no_write":
