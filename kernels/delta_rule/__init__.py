@@ -92,11 +92,7 @@ def delta_rule(
     Shapes: q, k, write_key, value_key [B, T, H, K]; v, o [B, T, H, V]; beta [B, T, H]; g [B, T, H], or [B, T, H, K] for
     a decay of each key channel, with g <= 0 (a log); states [B, H, K, V].
 
-    Packing: `cu_seqlens` [N + 1] holds 0 and the end of each packed sequence; B is 1 and states are [N, H, K, V].
-
-    Direction: with `reverse` sequences are read from their last token to their first. The initial state is then the one
-    behind the last token, and the final state the one at the first token. With reverse="second_half" the second half of
-    the rows of the batch is read backward, and the first half forward.
+    Packing, direction, inf and NaN: see `longseq.kernels`.
 
     Precision: arithmetic and state are float32, or float64 for float64 inputs; o has v's dtype.
 
@@ -104,12 +100,7 @@ def delta_rule(
 
     Returns (o, final state or None).
 
-    Raises ValueError for inputs that do not fit and for a backend that cannot run them. The values of `cu_seqlens` are
-    checked by the torch and reference backends. The triton backend checks them with LONGSEQ_CHECK_CU_SEQLENS=1 alone,
-    because the check waits for the GPU.
-
-    inf and NaN stay in their row and head, and in their packed sequence. There they reach all later tokens, and earlier
-    ones of their chunk (see `longseq.kernels`).
+    Raises ValueError for inputs that do not fit and for a backend that cannot run them.
 
     Source: Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule over Sequence Length", eq. 1 to 11;
     decay per head: Yang et al. 2024, "Gated Delta Networks", eq. 10; per key channel: Kimi Team 2025, "Kimi Linear";

@@ -57,12 +57,7 @@ def longhorn_scan(
 
     Shapes: x, beta, o [B, T, D]; q, k [B, T, N], shared by the channels; states [B, D, N].
 
-    Packing: `cu_seqlens` [N + 1] holds 0 and the end of each packed sequence; B is 1 and states have one row for each
-    sequence.
-
-    Direction: with `reverse` sequences are read from their last token to their first. The initial state is then the one
-    behind the last token, and the final state the one at the first token. With reverse="second_half" the second half of
-    the rows of the batch is read backward, and the first half forward.
+    Packing, direction, inf and NaN: see `longseq.kernels`.
 
     Precision: arithmetic and state are float32, or float64 for float64 inputs; o has x's dtype.
 
@@ -70,12 +65,7 @@ def longhorn_scan(
 
     Returns (o, final state or None).
 
-    Raises ValueError for inputs that do not fit and for a backend that cannot run them. The values of `cu_seqlens` are
-    checked by the torch and reference backends. The triton backend checks them with LONGSEQ_CHECK_CU_SEQLENS=1 alone,
-    because the check waits for the GPU.
-
-    inf and NaN stay in their row, and in their packed sequence. There they reach all later tokens, and earlier ones of
-    their chunk (see `longseq.kernels`).
+    Raises ValueError for inputs that do not fit and for a backend that cannot run them.
 
     Source: Liu et al. 2024, "Longhorn: State Space Models are Amortized Online Learners", eq. 7.
     """
@@ -112,12 +102,8 @@ def selective_scan(
     Shapes: x, delta, o [B, T, D] with delta >= 0; A [D, N] with A <= 0; B, C [B, T, N], shared by the channels; states
     [B, D, N].
 
-    Packing: `cu_seqlens` [N + 1] holds 0 and the end of each packed sequence; B is 1 and states have one row for each
-    sequence.
-
-    Direction: with `reverse` sequences are read from their last token to their first. The initial state is then the one
-    behind the last token, and the final state the one at the first token. With reverse="second_half" the second half of
-    the rows of the batch is read backward, and the first half forward; A may then be [2, D, N], one for each half.
+    Packing, direction, inf and NaN: see `longseq.kernels`. With reverse="second_half" A may be [2, D, N], one for
+    each half of the rows.
 
     Precision: arithmetic and state are float32, or float64 for float64 inputs; o has x's dtype.
 
@@ -125,12 +111,7 @@ def selective_scan(
 
     Returns (o, final state or None).
 
-    Raises ValueError for inputs that do not fit and for a backend that cannot run them. The values of `cu_seqlens` are
-    checked by the torch and reference backends. The triton backend checks them with LONGSEQ_CHECK_CU_SEQLENS=1 alone,
-    because the check waits for the GPU.
-
-    inf and NaN stay in their row, and in their packed sequence. There they reach all later tokens, and earlier ones of
-    their chunk (see `longseq.kernels`).
+    Raises ValueError for inputs that do not fit and for a backend that cannot run them.
 
     Source: Gu and Dao 2023, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces", Algorithm 2, with the
     authors' simplification delta B of the discretised B.

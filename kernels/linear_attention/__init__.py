@@ -82,11 +82,7 @@ def linear_attention(
     [B, T, H] (one decay per head) or [B, T, H, K] (one per key channel); g_value [B, T, H, V] (one per value channel);
     gates <= 0 (logs; any magnitude is safe); states [B, H, K, V].
 
-    Packing: `cu_seqlens` [N + 1] holds 0 and the end of each packed sequence; B is 1 and states are [N, H, K, V].
-
-    Direction: with `reverse` sequences are read from their last token to their first. The initial state is then the one
-    behind the last token, and the final state the one at the first token. With reverse="second_half" the second half of
-    the rows of the batch is read backward, and the first half forward.
+    Packing, direction, inf and NaN: see `longseq.kernels`.
 
     Precision: arithmetic and state are float32, or float64 for float64 inputs; o has v's dtype.
     In the triton backend and half precision, gradients of gates per channel at the first seven tokens of a chunk of 64
@@ -96,12 +92,7 @@ def linear_attention(
 
     Returns (o, final state or None).
 
-    Raises ValueError for inputs that do not fit, for both gates at once and for a backend that cannot run them. The
-    values of `cu_seqlens` are checked by the torch and reference backends. The triton backend checks them with
-    LONGSEQ_CHECK_CU_SEQLENS=1 alone, because the check waits for the GPU.
-
-    inf and NaN stay in their row and head, and in their packed sequence. There they reach all later tokens, and earlier
-    ones of their chunk (see `longseq.kernels`).
+    Raises ValueError for inputs that do not fit, for both gates at once and for a backend that cannot run them.
 
     Source: Katharopoulos et al. 2020, "Transformers are RNNs", eq. 9; gates per channel as in Yang et al. 2023, "Gated
     Linear Attention Transformers with Hardware-Efficient Training", eq. 3.

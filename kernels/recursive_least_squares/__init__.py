@@ -93,12 +93,7 @@ def recursive_least_squares(
 
     Shapes: x, u, y [B, T, H, K]; mask [B, T], True at real tokens; states (A [B, H, K, K], steps [B] int64).
 
-    Packing: `cu_seqlens` [N + 1] holds 0 and the end of each packed sequence; B is 1 and states have one row for each
-    sequence.
-
-    Direction: with `reverse` sequences are read from their last token to their first. The initial state is then the one
-    behind the last token, and the final state the one at the first token. With reverse="second_half" the second half of
-    the rows of the batch is read backward, and the first half forward.
+    Packing, direction, inf and NaN: see `longseq.kernels`.
 
     Precision: arithmetic and A are float32, or float64 for float64 inputs; y has x's dtype.
 
@@ -108,9 +103,6 @@ def recursive_least_squares(
     Returns (y, final state or None).
 
     Raises ValueError for inputs that do not fit and for a backend that cannot run them.
-
-    inf and NaN stay in their row and head, and in their packed sequence. There they reach all later tokens, and earlier
-    ones of their chunk (see `longseq.kernels`).
 
     Source: Pandey and Singh 2026, "Variational Linear Attention", eq. 9 and Algorithm 1, lines 12 to 19. The paper
     states that the recurrence of A cannot be parallel in time; the chunk form is.
