@@ -1,6 +1,12 @@
 """The cutting of long sequences with few heads into segments of time, so that more programs of a GPU work on them."""
 
+import math
+
 from longseq.kernels.triton_launch import cdiv, next_power_of_2
+
+FEWEST_SEGMENTS = 3  # fewer do not make up for walking most of the sequence again
+FEWEST_CHUNKS = 64  # of a sequence that is cut
+SHORTEST_SEGMENT = 4  # chunks
 
 
 def find_span(
@@ -30,3 +36,15 @@ def find_span(
         return max(shortest, cdiv(length, programs // walkers))
     span = max(shortest, next_power_of_2(cdiv(length * walkers, programs)))
     return span if length >= fewest * span else 0
+
+
+def find_walk_span(chunks: int, lanes: int, batch: int, sequences: int, programs: int) -> int:
+    """`find_span` for rows of `chunks` chunks, where `lanes` programs walk through each sequence side by side.
+
+    Packed sequences are cut like the row that holds them, unless there are enough of them.
+    """
+    if sequences * lanes > programs:
+        return 0
+    # The segments before each one are composed one by one, which takes about as long as so many chunks.
+    shortest = max(SHORTEST_SEGMENT, math.isqrt(chunks // 2))
+    return find_span(chunks, batch * lanes, programs, fewest=FEWEST_SEGMENTS, shortest=shortest, least=FEWEST_CHUNKS)

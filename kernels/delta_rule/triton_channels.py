@@ -8,7 +8,6 @@ the states again. No sum depends on the order in which programs run.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -28,7 +27,7 @@ from longseq.kernels.delta_rule.triton_channel_passes import (
     walk,
 )
 from longseq.kernels.devices import contiguous, is_emulated
-from longseq.kernels.segments import find_span
+from longseq.kernels.segments import find_walk_span
 from longseq.kernels.triton_launch import (
     ROW,
     Launch,
@@ -73,9 +72,6 @@ SEARCHERS = 1024
 # Programs of walks that run side by side on a GPU of 132 multiprocessors. Where sequences, heads and tiles are too few
 # for so many, sequences are cut into segments of time.
 WALKERS = 264
-FEWEST_SEGMENTS = 3  # fewer do not make up for walking most of the sequence thrice
-FEWEST_CHUNKS = 64  # of a sequence that is cut
-SHORTEST_SEGMENT = 4  # chunks
 
 
 class _Chunks(NamedTuple):
@@ -118,12 +114,12 @@ class _Call:
         self.options: dict[str, Any] = {**self.layout, "PRECISION": self.precision}
         self.levels = {"LEVELS": self.chunk.bit_length() - 1}
         self.places = self.slots * self.heads
-        self.span = self._find_span()
+        lanes = self.heads * cdiv(self.value_dim, self.launches["walk"].block)
+        self.span = find_walk_span(cdiv(self.tokens, self.chunk), lanes, self.batch, self.sequences, WALKERS)
         self.segments, self.segment_of = self.sequences, None
         if self.span:
             length = self.span * self.chunk
-            rows = self.batch if cu_seqlens is None else 1
-            self.segments = count_slots(rows, self.tokens, length, cu_seqlens)
+            self.segments = count_slots(self.batch, self.tokens, length, cu_seqlens)
             self.segment_of = sequence_of_slots(self.segments, length, self.tokens, cu_seqlens)
         self.sums, self.mild = self._sum_gates(g)
 
@@ -135,19 +131,6 @@ class _Call:
 
     def _width(self, width: int) -> int:
         return block_width(width, ROW[self.dtype.itemsize])
-
-    def _find_span(self) -> int:
-        """The chunks of a segment of time; 0 if sequences are not cut.
-
-        Packed sequences are cut like the row that holds them, unless there are enough of them.
-        """
-        lanes = self.heads * cdiv(self.value_dim, self.launches["walk"].block)
-        if self.sequences * lanes > WALKERS:
-            return 0
-        rows = self.batch if self.cu_seqlens is None else 1
-        chunks = cdiv(self.tokens, self.chunk)
-        shortest = max(SHORTEST_SEGMENT, math.isqrt(chunks // 2))  # `connect` takes about as long as a walk
-        return find_span(chunks, rows * lanes, WALKERS, fewest=FEWEST_SEGMENTS, shortest=shortest, least=FEWEST_CHUNKS)
 
     def _by_value(
         self, kernel: Any, numbers: tuple[float, ...], tensors: int, name: str | None = None, **constants: Any

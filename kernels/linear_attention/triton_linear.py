@@ -17,7 +17,6 @@ pass computes decays, decayed queries and decayed keys again. If no backward pas
 gate per key channel, and K is at most WHOLE, the states stay in registers.
 """
 
-import math
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -40,7 +39,7 @@ from longseq.kernels.linear_attention.triton_passes import (
     walk_and_read,
 )
 from longseq.kernels.reading import Reverse, number_of
-from longseq.kernels.segments import find_span
+from longseq.kernels.segments import find_walk_span
 from longseq.kernels.triton_launch import (
     ROW,
     TRITON_DTYPES,
@@ -100,9 +99,6 @@ LIMITS = {2: 64.0, 4: 8.0}
 # registers of a thread. Where sequences, heads and tiles are too few for so many, sequences are cut into segments of
 # time.
 WARPS = 8 * 132
-FEWEST_SEGMENTS = 3  # fewer do not make up for walking most of the sequence twice
-FEWEST_CHUNKS = 64  # of a sequence that is cut
-SHORTEST_SEGMENT = 4  # chunks
 
 
 class _Plan(NamedTuple):
@@ -205,22 +201,6 @@ class _Segments(NamedTuple):
     decays: Tensor | None = None  # the decay over a segment: a number, or one for each channel of the gate
 
 
-def _find_span(plan: _Plan, tokens: int, packed: bool) -> int:
-    """The number of chunks in a segment of time; 0 if sequences are not cut.
-
-    Packed sequences are cut like the row that holds them, unless there are enough of them.
-    """
-    lanes = plan.heads * plan.tiles(plan.value_dim) * (1 if plan.reads_in_walk else plan.tiles(plan.key_dim))
-    programs = WARPS // plan.launches["walk_and_read" if plan.reads_in_walk else "walk"].warps
-    if plan.sequences * lanes > programs:
-        return 0
-    chunks = cdiv(tokens, plan.chunk)
-    # Each walk adds up the segments before it one by one, which takes about as long as so many chunks.
-    shortest = max(SHORTEST_SEGMENT, math.isqrt(chunks // 2))
-    walkers = lanes * (1 if packed else plan.sequences)
-    return find_span(chunks, walkers, programs, fewest=FEWEST_SEGMENTS, shortest=shortest, least=FEWEST_CHUNKS)
-
-
 class _Call:
     """The launches of one call, forward or backward. With `transposed`, the first and last states are [V, K]."""
 
@@ -236,11 +216,12 @@ class _Call:
         self.constants = {"REVERSE": reverse, "SCALED": plan.scaled, "CHUNK": plan.chunk, "TILE": plan.tile}
         self.levels: dict[str, Any] = {"LEVELS": plan.chunk.bit_length() - 1}
         self.gate_per_head = self.inputs.g if plan.gate == "head" else None
-        self.span = _find_span(plan, self.tokens, cu_seqlens is not None)
+        lanes = self.heads * plan.tiles(plan.value_dim) * (1 if plan.reads_in_walk else plan.tiles(plan.key_dim))
+        programs = WARPS // plan.launches["walk_and_read" if plan.reads_in_walk else "walk"].warps
+        self.span = find_walk_span(cdiv(self.tokens, plan.chunk), lanes, self.batch, plan.sequences, programs)
         self.walks = plan.sequences
         if self.span:
-            rows = self.batch if cu_seqlens is None else 1
-            self.walks = count_slots(rows, self.tokens, self.span * plan.chunk, cu_seqlens)
+            self.walks = count_slots(self.batch, self.tokens, self.span * plan.chunk, cu_seqlens)
 
     def _launch(
         self, kernel: Any, programs: int, numbers: tuple[float, ...], name: str | None = None, **constants: Any

@@ -576,7 +576,7 @@ def linear_segments(monkeypatch):
     """Segments of time with two chunks for linear attention; records the walks of each pass."""
     from longseq.kernels.linear_attention import triton_linear
 
-    monkeypatch.setattr(triton_linear, "_find_span", lambda *sizes: 2)
+    monkeypatch.setattr(triton_linear, "find_walk_span", lambda *sizes: 2)
     walks = []
 
     class Watched(triton_linear._Call):
@@ -874,7 +874,7 @@ def test_delta_rule_with_strong_gates_in_more_chunks_than_programs(interpreted, 
 def test_delta_rule_by_channels_in_segments_of_time(interpreted, monkeypatch, variant, bounds):
     from longseq.kernels.delta_rule import triton_channels
 
-    monkeypatch.setattr(triton_channels._Call, "_find_span", lambda call: 2)  # chunks of 32 tokens
+    monkeypatch.setattr(triton_channels, "find_walk_span", lambda *sizes: 2)  # chunks of 32 tokens
     shape = {"tokens": 140, "segments": len(bounds) - 1, "sizes": {"H": 1, "K": 20, "V": 12}}
     inputs = make_inputs("delta_rule", variant, dtype=torch.float32, **shape)
     inputs = inputs.replace({"g": inputs.sequences["g"] * 0.02})  # the first token still affects the last segment
@@ -1162,7 +1162,7 @@ def test_delta_rule_in_segments_of_time_on_the_gpu(monkeypatch, bounds, variant,
 def test_linear_attention_in_segments_of_time_on_the_gpu(monkeypatch, bounds, variant, width, dtype):
     from longseq.kernels.linear_attention import triton_linear
 
-    monkeypatch.setattr(triton_linear, "_find_span", lambda *sizes: 7)
+    monkeypatch.setattr(triton_linear, "find_walk_span", lambda *sizes: 7)
     shape = {"batch": 1, "tokens": 4200, "sizes": heads(2, width), "segments": bounds and len(bounds) - 1}
     inputs = weaken_gates(make_on_the_gpu("linear_attention", variant, dtype, **shape), variant)
     options = {} if bounds is None else {"cu_seqlens": torch.tensor(bounds, device="cuda")}
