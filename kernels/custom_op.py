@@ -114,11 +114,13 @@ class CustomOp:
                 kept = output[-1] if has_list else output[-outputs:] if outputs else ()
                 ctx.save_for_backward(*[inputs[i] for i in saved], *kept)
                 ctx.others = [inputs[i] for i in others]
+                ctx.is_kept = "save" not in ours or inputs[ours.index("save")]
                 if keeps:
                     ctx.set_materialize_grads(False)
                     ctx.first = output[0].shape, output[0].dtype
 
             def differentiate(ctx: Any, *gradients: Tensor | None) -> Gradients:
+                assert ctx.is_kept, "the forward pass ran without keeping what the backward pass needs"
                 call: Any = ctx.saved_tensors
                 if has_list:
                     call = *call[: len(saved)], list(call[len(saved) :])

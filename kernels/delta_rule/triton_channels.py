@@ -331,11 +331,11 @@ class _Call:
         return d_q, d_k, d_g, d_beta, d_value_key
 
 
-def _allocate(q, k, v, beta, write_key, value_key, g, initial_state, cu_seqlens, scale, before, reverse, keep):
+def _allocate(q, k, v, beta, write_key, value_key, g, initial_state, cu_seqlens, scale, before, reverse, save):
     batch, tokens, heads, key_dim = k.shape
     dtype, chunk, _ = _tile(v)
     sequences, slots = count_sequences(batch, cu_seqlens), count_slots(batch, tokens, chunk, cu_seqlens)
-    products = (2 if value_key is None else 4, slots, heads, chunk, chunk) if keep else (0,)
+    products = (2 if value_key is None else 4, slots, heads, chunk, chunk) if save else (0,)
     final = k.new_empty((sequences, heads, key_dim, v.shape[3]), dtype=torch.float32)
     return v.new_empty(v.shape), final, k.new_empty(products, dtype=dtype)
 
@@ -344,14 +344,14 @@ def _allocate(q, k, v, beta, write_key, value_key, g, initial_state, cu_seqlens,
 def delta_rule_channels(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, write_key: Tensor | None, value_key: Tensor | None,
     g: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None, scale: float, before: bool, reverse: int,
-    keep: bool,
+    save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Output [B, T, H, V] in v's type, final state in float32, and X, A, M and N (empty unless `keep`)."""
+    """Output [B, T, H, V] in v's type, final state in float32, and X, A, M and N (empty unless `save`)."""
     call = _Call(Inputs(q, k, v, beta, write_key, value_key, g), cu_seqlens, scale, before, reverse)
     lower, products = call.relate()
     chunks = call.prepare(products, lower)
     output, last = call.walk(products, chunks, contiguous(initial_state))
-    return output, last, products if keep else products.new_empty((0,))
+    return output, last, products if save else products.new_empty((0,))
 
 
 def _allocate_gradients(
