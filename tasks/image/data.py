@@ -33,11 +33,11 @@ from longseq.tasks.image.files import (
 )
 from longseq.tasks.image.predict import ImageFiles
 from longseq.tasks.image.sources import (
-    SOURCES,
     NamedLayout,
     OwnLayout,
     Split,
     Splits,
+    digits,
     finish_splits,
     is_stream,
     open_stream,
@@ -52,6 +52,7 @@ _log = logging.getLogger(__name__)
 _MOST_WORKERS = 16
 _REPORTED_PATHS = 20  # unreadable images that are logged
 
+DIGITS = "digits"
 # Values of keys that matter only in training.
 _EVALUATED = {"class_weights": "none", "sampling": None}
 
@@ -67,11 +68,10 @@ _LAYOUTS: Mapping[str, type[Layout] | None] = {
 class ImageDataModule(TaskData):
     """Images of one source, augmented for training, with fixed sets for validation and test.
 
-    `source` is digits, fashion_mnist, cifar10, folder (a folder or a .tar with class folders), csv (see
-    `longseq.tasks.image.files`), own (Datasets, see `longseq.tasks.image.sources.DatasetSource`), or a name that timm
-    reads: hfds/NAME, torch/NAME, and the streams hfids/NAME and wds/NAME. Batches are (images, targets): uint8 images
-    on the host, and normalised float32 [B, C, S, S] on the device. Targets are int64 [B], with `multi_label` float32
-    [B, classes] of 0 and 1.
+    `source` is digits, folder (a folder or a .tar with class folders), csv (see `longseq.tasks.image.files`), own
+    (Datasets, see `longseq.tasks.image.sources.DatasetSource`), or a name that timm reads: hfds/NAME, torch/NAME, and
+    the streams hfids/NAME and wds/NAME. Batches are (images, targets): uint8 images on the host, and normalised float32
+    [B, C, S, S] on the device. Targets are int64 [B], with `multi_label` float32 [B, classes] of 0 and 1.
     `batch_size` is the training batch of one device. Training draws are functions of (seed, epoch, sample, repeat).
     `split_seed`, not the seed of the run, chooses the validation images that are held out. For classes of different
     sizes, see `longseq.tasks.data.labels.find_weights` and `longseq.tasks.data.sampler.EpochOrder`.
@@ -192,13 +192,13 @@ class ImageDataModule(TaskData):
         self._info = self._describe(list(source.class_names), {split: len(measured)})
 
     def _layout(self) -> Layout | None:
-        """The layout of the source; None if its splits are fixed."""
+        """The layout of the source; None for the digits, whose splits are fixed."""
         source = self.keys.source
-        if source in SOURCES:
+        if source == DIGITS:
             return None
         kind = _LAYOUTS.get(source, NamedLayout if source.startswith(("hfds/", "torch/")) else None)
         if kind is None:
-            known = ", ".join([*SOURCES, *_LAYOUTS, "hfds/NAME, hfids/NAME, wds/NAME, torch/NAME"])
+            known = ", ".join([DIGITS, *_LAYOUTS, "hfds/NAME, hfids/NAME, wds/NAME, torch/NAME"])
             raise ValueError(f"data.source={source} is not among {known}")
         if kind not in (NamedLayout, OwnLayout):
             require_root(self.root)
@@ -206,10 +206,9 @@ class ImageDataModule(TaskData):
 
     def _open_splits(self) -> Splits:
         keys = self.keys
-        if (layout := self._layout()) is not None:
-            return finish_splits(layout.open_all(), keys.val_fraction, keys.split_seed, self.root or keys.source)
-        options = {"download": keys.download, "val_fraction": keys.val_fraction, "split_seed": keys.split_seed}
-        return SOURCES[keys.source](self.root, **options)
+        if (layout := self._layout()) is None:
+            return digits()
+        return finish_splits(layout.open_all(), keys.val_fraction, keys.split_seed, self.root or keys.source)
 
     def _splits_of_training(self, run: Mapping[str, Any]) -> Splits:
         """The splits by the keys of the run that trained the model, below this root."""
