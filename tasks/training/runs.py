@@ -49,7 +49,6 @@ FREE_KEYS = (
     "callbacks.progress",
     "callbacks.telemetry",
     "callbacks.unreadable",
-    "callbacks.worst",
     "logger",
     "learning_rate_finder",  # its result is in the checkpoint
     "recipe.chosen",

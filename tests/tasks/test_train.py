@@ -198,7 +198,7 @@ def test_a_run_remembers_where_its_images_are(tmp_path, command_here, tiny_overr
     shutil.copytree(image_folder, home / "images")
     shutil.copytree(image_folder / "val", elsewhere / "images" / "train")  # other images in a folder of the same name
     words = ("data=image_folder", "recipe=digits", "data.root=images", "data.img_size=16", "data.num_workers=0")
-    words += ("recipe.epochs=1", "recipe.batch_size=8", "callbacks.worst=null")
+    words += ("recipe.epochs=1", "recipe.batch_size=8")
     trained = command_here(home, "train", *tiny_overrides, *words, f"output={home / 'run'}")
     assert trained.returncode == 0, trained.stderr
     checkpoint = home / "run" / "checkpoints" / "last.ckpt"
