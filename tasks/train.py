@@ -276,8 +276,6 @@ def _record(
     print_rows(rows)
     for row in rows:
         _log.info("  ".join(filter(None, row)))
-    if (closing := report.closing(module, info)) is not None:
-        _print(closing)
 
 
 def _tensorboard(folder: Path) -> str:
