@@ -68,7 +68,7 @@ _LAYOUTS: Mapping[str, type[Layout] | None] = {
 class ImageDataModule(TaskData):
     """Images of one source, augmented for training, with fixed sets for validation and test.
 
-    `source` is digits, folder (a folder or a .tar with class folders), csv (see `longseq.tasks.image.files`), own
+    `source` is digits, folder (class folders), csv (see `longseq.tasks.image.files`), own
     (Datasets, see `longseq.tasks.image.sources.DatasetSource`), or a name that timm reads: hfds/NAME, torch/NAME, and
     the streams hfids/NAME and wds/NAME. Batches are (images, targets): uint8 images on the host, and normalised float32
     [B, C, S, S] on the device. Targets are int64 [B], with `multi_label` float32 [B, classes] of 0 and 1.
