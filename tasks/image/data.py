@@ -271,7 +271,7 @@ class ImageDataModule(TaskData):
             if self.keys.decode == "gpu":
                 raise ValueError("a stream needs data.decode=cpu")
             return self._stream_loader("train", training_transform(self.info, self.augmentation))
-        split, options = self.splits.train, dict[str, Any]()
+        split, options = self.splits.train, dict[str, Any](report=self._record)
         batches: TrainingBatches
         if self.keys.decode == "cpu":
             transform = training_transform(self.info, self.augmentation)
@@ -306,7 +306,8 @@ class ImageDataModule(TaskData):
         split: Split = getattr(self.splits, STAGES[stage])
         rank, world_size, _ = find_place(self.trainer)
         sampler = EvaluationSampler(len(split), self.eval_batch_size, rank=rank, world_size=world_size)
-        return BatchLoader(EvaluationBatches(split, transform, self.info), sampler, **self.loader_options())
+        batches = EvaluationBatches(split, transform, self.info)
+        return BatchLoader(batches, sampler, **self.loader_options(), report=self._record)
 
     def _stream(self, kind: str) -> Any:
         return open_stream(self.keys, self.root, kind, batch_size=self.batch_size, seed=self.seed)
@@ -328,7 +329,6 @@ class ImageDataModule(TaskData):
         batches = StreamBatches(
             stream,
             transform,
-            self.info,
             batch_size=self.batch_size if training else self.eval_batch_size,
             training=training,
             seed=self.seed,
@@ -339,7 +339,7 @@ class ImageDataModule(TaskData):
         return StreamLoader(batches, **options, epoch=epoch)
 
     def loader_options(self) -> dict[str, Any]:
-        options = super().loader_options() | {"report": self._record}
+        options = super().loader_options()
         if options["num_workers"] is None:
             devices = self.trainer.num_devices if self.trainer else 1
             options["num_workers"] = min(_MOST_WORKERS, usable_cores() // devices)
