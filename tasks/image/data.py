@@ -38,11 +38,11 @@ from longseq.tasks.image.sources import (
     Split,
     Splits,
     digits,
-    finish_splits,
     is_stream,
     open_stream,
     require_one_class_list,
     require_root,
+    split_off,
 )
 from longseq.tasks.image.transforms import evaluation_transform, normalize, training_transform
 from longseq.tasks.training.system import usable_cores
@@ -205,10 +205,19 @@ class ImageDataModule(TaskData):
         return kind(self.keys)
 
     def _open_splits(self) -> Splits:
-        keys = self.keys
+        """The splits of the source. Without validation images, `val_fraction` of the training images validates."""
         if (layout := self._layout()) is None:
             return digits()
-        return finish_splits(layout.open_all(), keys.val_fraction, keys.split_seed, self.root or keys.source)
+        keys, sources = self.keys, layout.open_all()
+        train = Split.whole(sources["train"])
+        if "validation" in sources:
+            validation = Split.whole(sources["validation"])
+        else:
+            train, validation = split_off(train, keys.val_fraction, keys.split_seed)
+        if "test" in sources and sources["test"] is not sources.get("validation"):
+            return Splits(train, validation, Split.whole(sources["test"]))
+        _log.warning("%s has no test split: the validation images are also the test images", self.root or keys.source)
+        return Splits(train, validation, validation)
 
     def _splits_of_training(self, run: Mapping[str, Any]) -> Splits:
         """The splits by the keys of the run that trained the model, below this root."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 import os
 import zlib
 from collections.abc import Mapping, Sequence
@@ -32,8 +31,6 @@ from longseq.tasks.image.files import (
     names_by_number,
 )
 from longseq.tasks.training.targets import TARGET, build_own, is_named
-
-_log = logging.getLogger(__name__)
 
 # Data sets of torchvision with the splits train and test. timm reads any unknown name as test.
 _TWO_PARTS = ("cifar10", "cifar100", "fashion_mnist", "kmnist", "mnist", "qmnist")
@@ -195,23 +192,6 @@ def split_off(split: Split, fraction: float, seed: int) -> tuple[Split, Split]:
     if not taken.any() or taken.all():
         raise ValueError(f"data.val_fraction={fraction} of {len(split)} images leaves a split empty")
     return Split(split.source, split.indices[~taken]), Split(split.source, split.indices[taken])
-
-
-def finish_splits(sources: Mapping[str, Source], val_fraction: float, split_seed: int, label: str) -> Splits:
-    """The splits of the sources `train`, and maybe `validation` and `test`.
-
-    Without `validation`, `val_fraction` of the training images is held out. Without `test`, the validation images are
-    also the test images, with a warning.
-    """
-    train = Split.whole(sources["train"])
-    if "validation" in sources:
-        validation = Split.whole(sources["validation"])
-    else:
-        train, validation = split_off(train, val_fraction, split_seed)
-    if "test" in sources and sources["test"] is not sources.get("validation"):
-        return Splits(train, validation, Split.whole(sources["test"]))
-    _log.warning("%s has no test split: the validation images are also the test images", label)
-    return Splits(train, validation, validation)
 
 
 def digits() -> Splits:
