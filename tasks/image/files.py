@@ -157,40 +157,34 @@ class FolderLayout(Layout):
         return next(filter(os.path.exists, (os.path.join(self.root, one) for one in names)), None)
 
     def open(self, part: str, class_names: Sequence[str] | None = None) -> Source:
-        return open_classes(part, self.keys.class_map, class_names, is_root=part == self.root)
+        """The images of a folder of class folders.
 
-
-def open_classes(
-    path: str, class_map: ClassMap = None, class_names: Sequence[str] | None = None, *, is_root: bool = False
-) -> FileSource:
-    """The images of a folder of class folders.
-
-    Classes are numbered by `class_map`, which also selects them; else as in `class_names`; else whole numbers by value,
-    and other names in natural order. ValueError for images outside class folders, for classes that are not in
-    `class_names`, without images, and if classes are in several folders of a root: these may be splits.
-    """
-    images = sorted(find_images(path), key=natural_order)
-    if not images:
-        raise ValueError(f"{path} holds no images in class folders")
-    folders = [PurePath(os.path.relpath(image, path)).parent.parts for image in images]
-    if not all(folders):
-        raise ValueError(f"{images[folders.index(())]} is in no class folder")
-    above = sorted({os.sep.join(parts[:-1]) for parts in folders})
-    if is_root and len(above) > 1:
-        several = name_some([name or "." for name in above])
-        raise ValueError(f"{path} has classes in several folders ({several}): name the splits, as data.train_split")
-    labels = [parts[-1] for parts in folders]
-    numbers = class_numbers(class_map, path)
-    if numbers is None:
-        if class_names is not None and (extra := sorted(set(labels) - set(class_names))):
-            raise ValueError(f"{path} has class folders that the training has not: {name_some(extra)}")
-        names = sort_names(labels, natural_order) if class_names is None else class_names
-        numbers = {name: number for number, name in enumerate(names)}
-    chosen = [(numbers[label], image) for label, image in zip(labels, images, strict=True) if label in numbers]
-    if not chosen:
-        raise ValueError(f"{path} has none of the classes {name_some(list(numbers))}")
-    targets, paths = zip(*chosen, strict=True)
-    return FileSource(names_by_number(numbers), np.array(targets, dtype=np.int64), paths)
+        Classes are numbered by `data.class_map`, which also selects them; else as in `class_names`; else whole numbers
+        by value, and other names in natural order. ValueError for images outside class folders, for classes that are
+        not in `class_names`, without images, and if classes are in several folders of the root: these may be splits.
+        """
+        images = sorted(find_images(part), key=natural_order)
+        if not images:
+            raise ValueError(f"{part} holds no images in class folders")
+        folders = [PurePath(os.path.relpath(image, part)).parent.parts for image in images]
+        if not all(folders):
+            raise ValueError(f"{images[folders.index(())]} is in no class folder")
+        above = sorted({os.sep.join(parts[:-1]) for parts in folders})
+        if part == self.root and len(above) > 1:
+            several = name_some([name or "." for name in above])
+            raise ValueError(f"{part} has classes in several folders ({several}): name the splits, as data.train_split")
+        labels = [parts[-1] for parts in folders]
+        numbers = class_numbers(self.keys.class_map, part)
+        if numbers is None:
+            if class_names is not None and (extra := sorted(set(labels) - set(class_names))):
+                raise ValueError(f"{part} has class folders that the training has not: {name_some(extra)}")
+            names = sort_names(labels, natural_order) if class_names is None else class_names
+            numbers = {name: number for number, name in enumerate(names)}
+        chosen = [(numbers[label], image) for label, image in zip(labels, images, strict=True) if label in numbers]
+        if not chosen:
+            raise ValueError(f"{part} has none of the classes {name_some(list(numbers))}")
+        targets, paths = zip(*chosen, strict=True)
+        return FileSource(names_by_number(numbers), np.array(targets, dtype=np.int64), paths)
 
 
 def natural_order(name: str) -> tuple[list[str | int], str]:
