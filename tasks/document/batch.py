@@ -43,7 +43,7 @@ class DocumentInputs(NamedTuple):
     cu_seqlens: `[N + 1]` int32, the borders of N sequences in the row, documents first. Sequences of padding, which
         are empty places, fill the row up to L.
     max_seqlen: an upper bound of the sequences' lengths, the same for all batches of a loader.
-    lengths: `[N]` int64, tokens of each document after truncation; 0 in empty places.
+    lengths, whole_lengths: `[N]` int64, tokens of each document after and before truncation; 0 in empty places.
     numbers: `[N]` int64, the number of each document in its split; -1 in empty places.
     units: documents in this batch on this process; may be 0 in a distributed evaluation.
     token_count: the sum of `lengths`.
@@ -53,6 +53,7 @@ class DocumentInputs(NamedTuple):
     cu_seqlens: Tensor
     max_seqlen: int
     lengths: Tensor
+    whole_lengths: Tensor
     numbers: Tensor
     units: int
     token_count: int
@@ -156,6 +157,7 @@ class DocumentBatches(Dataset[Batch]):
 
     def __init__(self, split: Split, budget: int, longest: int, *, crops: int | None = None) -> None:
         self.split, self.budget, self.longest, self.crops = split, budget, longest, crops
+        self._whole_lengths = split.whole_lengths
 
     def __getitem__(self, chosen: Chosen) -> Batch:
         documents = []
@@ -165,8 +167,9 @@ class DocumentBatches(Dataset[Batch]):
         count, places = len(documents), chosen.places
         lengths = np.zeros(places, np.int64)
         lengths[:count] = [len(one) for one in documents]
-        numbers = np.full(places, -1, np.int64)
+        numbers, whole = np.full(places, -1, np.int64), np.zeros(places, np.int64)
         numbers[:count] = chosen.documents
+        whole[:count] = self._whole_lengths[chosen.documents]
         # The documents lie end to end, then sequences of padding.
         tokens = np.full((1, self.budget), self.split.separator or 0, np.int64)
         ends = np.cumsum([0, *map(len, documents)])
@@ -179,6 +182,7 @@ class DocumentBatches(Dataset[Batch]):
             cu_seqlens=torch.from_numpy(borders),
             max_seqlen=self.longest,
             lengths=torch.from_numpy(lengths),
+            whole_lengths=torch.from_numpy(whole),
             numbers=torch.from_numpy(numbers),
             units=count,
             token_count=int(lengths.sum()),

@@ -21,7 +21,7 @@ from longseq.tasks.data import loader
 from longseq.tasks.document.batch import DocumentBatch, DocumentInputs
 from longseq.tasks.document.config import DocumentInfo, LinearModelKeys
 from longseq.tasks.document.model import fit_linear, read_documents
-from longseq.tasks.document.report import TABLES
+from longseq.tasks.document.report import TABLES, AccuracyByLength
 from longseq.tasks.training.classifier import ClassifierModule
 from longseq.tasks.training.recipe import Training
 from longseq.tasks.training.token_model import PluginMixers
@@ -37,12 +37,18 @@ class DocumentTask(ClassifierModule):
     label towards 1/2. Losses of validation and test have neither.
 
     Logs `train/{loss,lr}`, `{val,test}/loss` and `{val,test}/METRIC` for the metrics of
-    `longseq.tasks.document.report.TABLES`. `chosen_metrics` and `metric` add others, as `task.metrics` and
-    `task.metric` do. `threshold` is explained in `ClassifierModule`; by default the thresholds are in `info`.
+    `longseq.tasks.document.report.TABLES`, and in a test `test/accuracy_q1` to `test/accuracy_q4` for the quarters of
+    the documents by length. `chosen_metrics` and `metric` add others, as `task.metrics` and `task.metric` do.
+    `threshold` is explained in `ClassifierModule`; by default the thresholds are in `info`. After a test,
+    `documents_by_length` counts the documents of each quarter, and `length_quartiles` are the three limits in tokens
+    before truncation.
     """
 
     kept_options = ("label_smoothing", "chosen_metrics", "metric", "threshold")
     tables = TABLES
+
+    documents_by_length: Mapping[str, int] | None = None
+    length_quartiles: Sequence[int] = ()
 
     def __init__(
         self,
@@ -74,6 +80,7 @@ class DocumentTask(ClassifierModule):
         if info.segment and not isinstance(backbone, LinearTextClassifier):
             check_segments(backbone, info.gradient_segments, info.segment)
         self._plugin_mixers = PluginMixers()
+        self._by_length = AccuracyByLength()
 
     @classmethod
     def from_config(
@@ -125,6 +132,7 @@ class DocumentTask(ClassifierModule):
             cu_seqlens=functional.pad(lengths.cumsum(0), (1, 0)).int(),
             max_seqlen=tokens.shape[1],
             lengths=lengths,
+            whole_lengths=lengths,
             numbers=torch.arange(len(tokens), device=tokens.device),
             units=len(tokens),
             token_count=int(lengths.sum()),
@@ -172,6 +180,15 @@ class DocumentTask(ClassifierModule):
         if len(targets):
             metrics["loss"].update(self._losses(logits, targets).mean(), weight=len(targets))
         self.measure(self.rankable(logits), targets.long(), metrics, stage)
+        if stage == "test":
+            self._by_length.update(self.decide(logits) == targets, inputs.whole_lengths[real])
+
+    def on_test_epoch_end(self) -> None:
+        super().on_test_epoch_end()
+        accuracies, self.documents_by_length, self.length_quartiles = self._by_length.compute()
+        self._by_length.reset()
+        # All processes have the same values; without sync_dist Lightning warns.
+        self.log_dict({f"test/accuracy_{name}": value for name, value in accuracies.items()}, sync_dist=True)
 
     def observe(self, batch: DocumentBatch, examples: int | None = None) -> Any:
         """The features of the first documents of a batch; None: of all."""

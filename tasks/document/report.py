@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
+import torch
 from torch import Tensor
+from torchmetrics import Metric
 from torchmetrics.classification import BinaryCalibrationError, MulticlassF1Score
+from torchmetrics.utilities.data import dim_zero_cat
 
+from longseq.tasks.document.config import DocumentInfo
 from longseq.tasks.training import metrics
 from longseq.tasks.training.class_report import ClassReport
 
@@ -49,11 +54,49 @@ TABLES: Mapping[bool, metrics.Tables] = {
 }
 
 
+class AccuracyByLength(Metric):
+    """The accuracy for each quarter of the documents by length, from q1 (shortest) to q4 (longest)."""
+
+    full_state_update = False
+    right: list[Tensor]
+    lengths: list[Tensor]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("right", [], dist_reduce_fx="cat")
+        self.add_state("lengths", [], dist_reduce_fx="cat")
+
+    def update(self, right: Tensor, lengths: Tensor) -> None:
+        """Add documents: whether the class `[N]` or each label `[N, C]` is right, and lengths `[N]` in tokens."""
+        self.right.append(right if right.ndim == 1 else right.all(dim=1))
+        self.lengths.append(lengths)
+
+    def compute(self) -> tuple[dict[str, float], dict[str, int], list[int]]:
+        """The accuracy and the number of documents of each quarter, and the three quartiles in tokens.
+
+        Equal lengths are in the same quarter, so that a quarter may be empty; it then has no entry.
+        """
+        right, lengths = dim_zero_cat(self.right), dim_zero_cat(self.lengths)
+        shares = torch.tensor([0.25, 0.5, 0.75], device=lengths.device)
+        quartiles = lengths.float().quantile(shares, interpolation="lower").to(lengths.dtype)
+        quarters = torch.bucketize(lengths, quartiles)
+        parts = {f"q{number + 1}": right[quarters == number] for number in quarters.unique().tolist()}
+        accuracies = {name: float(part.double().mean()) for name, part in parts.items()}
+        return accuracies, {name: len(part) for name, part in parts.items()}, quartiles.tolist()
+
+
 class DocumentReport(ClassReport):
-    """Adds the figures of each class."""
+    """Adds the accuracy by length to the figures of each class."""
 
     unit = "documents"
     headline = ("accuracy", "f1_macro", "average_precision", "calibration_error", "loss")
+
+    def extras(self, module: Any, info: DocumentInfo, split: str) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        if module.documents_by_length is not None:
+            found[f"{split}/documents_by_length"] = dict(module.documents_by_length)
+            found[f"{split}/length_quartiles"] = list(module.length_quartiles)
+        return found | super().extras(module, info, split)
 
     def next_commands(self, checkpoint: str) -> list[str]:
         return [*super().next_commands(checkpoint), f"longseq predict {checkpoint} input=FILE"]

@@ -100,7 +100,7 @@ def test_batches_hold_each_document_with_its_class(tmp_path: Path) -> None:
         for place, number in enumerate(inputs.numbers.tolist()):
             if number >= 0:
                 assert len(parts[place]) == inputs.lengths[place]
-                assert split.whole_lengths[number] >= inputs.lengths[place]
+                assert inputs.whole_lengths[place] == split.whole_lengths[number] >= inputs.lengths[place]
                 found[number] = (parts[place].tolist(), int(targets[place]))
     assert len(found) == split.documents
     assert found == {n: (split.read(n).tolist(), int(split.targets[n])) for n in range(split.documents)}

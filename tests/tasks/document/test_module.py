@@ -53,7 +53,8 @@ def make_batch(numbers, multi_label=False):
     borders = [0, *lengths[: len(numbers)].cumsum(0).tolist()] + [len(row)] * empty
     tokens, cu_seqlens = torch.tensor([row]), torch.tensor(borders, dtype=torch.int32)
     places = torch.tensor([*numbers, *[-1] * empty])
-    inputs = DocumentInputs(tokens, cu_seqlens, 8, lengths, places, len(numbers), int(lengths.sum()))
+    whole = torch.where(places >= 0, 600 * places + 1, 0)
+    inputs = DocumentInputs(tokens, cu_seqlens, 8, lengths, whole, places, len(numbers), int(lengths.sum()))
     if multi_label:
         targets = torch.cat([LABELS[list(numbers)], torch.zeros(empty, CLASSES)])
     else:
@@ -153,6 +154,11 @@ def test_a_test_measures_each_document_once(multi_label):
         loss = functional.cross_entropy(logits, torch.tensor(CHOSEN))
     assert found["test/accuracy"] == pytest.approx(float(right.float().mean()))
     assert found["test/loss"] == pytest.approx(float(loss), rel=1e-6)
+    # lengths before truncation are 1, 601, 1201, 1801, 2401 and 3001
+    assert module.length_quartiles == [601, 1201, 1801]
+    assert module.documents_by_length == {"q1": 2, "q2": 1, "q3": 1, "q4": 2}
+    assert found["test/accuracy_q1"] == pytest.approx(float(right[:2].float().mean()))
+    assert found["test/accuracy_q4"] == pytest.approx(float(right[4:].float().mean()))
     counts = module.confusion_matrix
     assert counts.sum() == len(DOCUMENTS) * (CLASSES if multi_label else 1)
     if not multi_label:

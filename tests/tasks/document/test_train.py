@@ -47,6 +47,9 @@ def test_a_run_is_measured_again(folder, command_here):
     whole = command_here(folder, "train", *WORDS, *chosen, "hydra.run.dir=whole")
     assert whole.returncode == 0, whole.stderr
     metrics = json.loads((folder / "whole" / "metrics.json").read_text())
+    assert sum(metrics["test/documents_by_length"].values()) == 18
+    texts = [len(row["text"]) + 1 for row in two[:90]]  # bytes and the separator
+    assert set(metrics["test/length_quartiles"]) <= set(texts)
     assert torch.tensor(metrics["test/confusion_matrix"]).sum() == 18
     assert metrics["updates"] > 4
     assert {"val/balanced_accuracy", "test/auroc"} <= metrics.keys()
