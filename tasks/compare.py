@@ -39,6 +39,7 @@ from longseq.tasks.training.system import write_text
 from longseq.tasks.training.words import with_length
 
 RESULTS_FILE, TABLE_FILE, PLOT_FILE = "results.json", "table.md", "plot.png"
+CURVES_FILE = "curves.png"
 LOG_FILE, MEASURED_FILE = "log.txt", "measured.json"  # of each run
 
 # Keys of this command; every other override is passed to each `longseq train`.
@@ -112,6 +113,8 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     print_rows(comparison.cost_table(results))
     if keys.plot:
         comparison.plot(results, folder / PLOT_FILE)
+        if any(entry["curves"] for entry in results["costs"]):
+            comparison.plot_curves(results, folder / CURVES_FILE)
     _refuse_failures([*results.get("tries", ()), *results["rows"]])
     return results
 

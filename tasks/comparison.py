@@ -255,3 +255,21 @@ def cost_table(results: Mapping[str, Any]) -> list[list[str]]:
         ending = [f"{entry['equal_time']:.3f}" if "equal_time" in entry else ""] if timed else []
         rows.append([_label(entry), *cells, *ending])
     return rows
+
+
+def plot_curves(results: Mapping[str, Any], path: Path) -> None:
+    """Draw the validation metric of each seed over updates and over seconds."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.5), dpi=150, layout="constrained")
+    for axes, place, label in zip(figure.subplots(1, 2, sharey=True), (0, 1), ("updates", "seconds"), strict=True):
+        for number, entry in enumerate(results["costs"]):
+            for seed, curve in enumerate(entry["curves"]):
+                name = entry["name"] if seed == 0 else None
+                axes.plot([point[place] for point in curve], [point[2] for point in curve], color=f"C{number % 10}",
+                          linestyle=("-", "--", ":")[number // 10 % 3], linewidth=1, label=name)  # fmt: skip
+        axes.set_xlabel(label)
+        axes.grid(alpha=0.3)
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small")
+    figure.axes[0].set_ylabel(results["selected_by"])
+    figure.savefig(path)

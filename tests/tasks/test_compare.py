@@ -49,7 +49,8 @@ def test_mixers_are_compared(tmp_path, monkeypatch, capsys):
     assert [entry["name"] for entry in results["summary"]] == ["linear_attention", "attention model.positions=learned"]
     assert {"measured", "training_seconds"} <= results.keys()
     assert shlex.split(results["command"])[:2] == ["longseq", "compare"]
-    assert (tmp_path / "compared" / "plot.png").read_bytes().startswith(b"\x89PNG")
+    for name in ("plot.png", "curves.png"):
+        assert (tmp_path / "compared" / name).read_bytes().startswith(b"\x89PNG")
     ended = {entry["seconds"]: "equal_time" in entry for entry in results["costs"]}  # the only validation is at the end
     assert [ended[seconds] for seconds in sorted(ended)] == [True, *[False] * (len(ended) - 1)]
     assert "| linear_attention | " in (tmp_path / "compared" / "table.md").read_text()
