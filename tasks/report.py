@@ -51,6 +51,10 @@ class Report:
         """The numbers of samples of an evaluation, printed and written with its metrics."""
         return {}
 
+    def closing(self, module: Any, info: Any) -> str | None:
+        """A line that a run prints below the closing table; None for no line."""
+        return None
+
     def next_commands(self, checkpoint: str) -> list[str]:
         """Commands to try next, printed below the closing table. `checkpoint` is the word `checkpoint=FILE`."""
         return [f"longseq evaluate {checkpoint}"]

@@ -276,6 +276,8 @@ def _record(
     print_rows(rows)
     for row in rows:
         _log.info("  ".join(filter(None, row)))
+    if (closing := report.closing(module, info)) is not None:
+        _print(closing)
 
 
 def _tensorboard(folder: Path) -> str:

@@ -25,6 +25,7 @@ from PIL import Image
 from longseq import kernels, plugins
 from longseq.mixers import registry
 from longseq.tasks import registry as tasks
+from longseq.tasks.lm import report
 from longseq.tools import cli
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,6 +42,14 @@ NARROW = ("model.embed_dim=16", "model.depth=1", "data.num_workers=0")
 INSTEAD = {"trainer=gpu": "trainer=cpu", "learning_rate_finder.num_training=50": "learning_rate_finder.num_training=20"}
 INSTEAD["recipe.updates=200"] = "recipe.updates=2"
 OF_HYDRA = ("hydra.", "hydra/", "hparams_search=")  # what Hydra runs, and where
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_samples() -> Iterator[None]:
+    """Runs of language models write a few tokens in place of hundreds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "_SAMPLE", 8)
+        yield
 
 
 @pytest.fixture(scope="module")

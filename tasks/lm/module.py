@@ -1,4 +1,4 @@
-"""The Lightning module of language models: predict the next token at each position; and what a run reports."""
+"""The Lightning module of language models: predict the next token at each position."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from longseq.kernels.packing import Packing
 from longseq.tasks.data.loader import find_entry, read_mask
 from longseq.tasks.lm.likelihood import LossByPosition, TokenLoss, to_bits
 from longseq.tasks.lm.model import CarriedPositions, CarriedState
-from longseq.tasks.report import Report
 from longseq.tasks.text.tokenizer import TextInfo
 from longseq.tasks.text.windows import IGNORED, TokenBatch, TokenInputs
 from longseq.tasks.training.module import TrainedModule
@@ -24,18 +23,6 @@ from longseq.tasks.training.token_model import PluginMixers
 
 # The state of streams in a checkpoint, one entry for each process.
 _CARRIED = "carried_state"
-
-
-class LanguageModelReport(Report):
-    """Adds the perplexity by position, and the command that generates text."""
-
-    headline = ("bits_per_byte", "perplexity", "loss")
-
-    def extras(self, module: Any, info: TextInfo, split: str) -> dict[str, Any]:
-        return {f"{split}/perplexity_by_position": module.by_position}
-
-    def next_commands(self, checkpoint: str) -> list[str]:
-        return [*super().next_commands(checkpoint), f"longseq generate {checkpoint} prompt=TEXT"]
 
 
 class LanguageModelTask(TrainedModule):
