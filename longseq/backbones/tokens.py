@@ -49,6 +49,7 @@ MLPS: dict[str, Callable[..., nn.Module]] = {
 BLOCKS: dict[str, type[Block[Any]]] = {"pre": Block, "post": PostNormBlock}
 POSITIONS = ("none", "learned")
 DIRECTIONS = ("forward", "bidirectional", "alternating")
+EMBEDDING_STD = 0.02
 
 # The name of these language models among those of transformers (see `longseq.tools.hugging_face.causal_lm`).
 MODEL_TYPE = "longseq"
@@ -202,8 +203,10 @@ class TokenBackbone(PretrainedModel, nn.Module):
     def init_weights(self) -> None:
         """Initialise all weights, also those of a model from the meta device after `to_empty`.
 
-        Projections are initialised as by `nn.Linear`; those into the residual are divided by the root of their number.
-        Recurrences set their own initial values.
+        Projections are initialised as by `nn.Linear`. Those into the residual are divided by the root of their number
+        and multiplied by the standard deviation of what they are added to: 0.02, that of the embeddings, or 1 behind
+        an embedding norm. Else the blocks hide the embeddings from each other until these have grown. Recurrences set
+        their own initial values.
 
         The standard deviation is 1/sqrt(3 d_model). GPT-2's constant 0.02 equals it at a width of 833. At a width of 64
         the constant is about a quarter of it, and keys and gates, products of several projections, start too small to
@@ -222,7 +225,7 @@ class TokenBackbone(PretrainedModel, nn.Module):
         """Initialise a part: the embedding, a block or its mixer, a norm or the head."""
         for module in part.modules():
             if isinstance(module, nn.Embedding):
-                trunc_normal_(module.weight, std=0.02)
+                trunc_normal_(module.weight, std=EMBEDDING_STD)
             elif not isinstance(module, Mixer) and hasattr(module, "reset_parameters"):
                 reset: Any = module.reset_parameters
                 reset()
@@ -232,9 +235,10 @@ class TokenBackbone(PretrainedModel, nn.Module):
         for mixer in mixers:
             mixer.reset_parameters()
         branches = sum(1 if block.mlp is None else 2 for block in self.blocks)
+        scale = (EMBEDDING_STD if self.embedding_norm is None else 1.0) / math.sqrt(branches)
         for last in (*(mixer.out_proj for mixer in mixers), getattr(getattr(part, "mlp", None), "fc2", None)):
             if last is not None:
-                last.weight.data.div_(math.sqrt(branches))
+                last.weight.data.mul_(scale)
 
     def forward(
         self, tokens: Tensor, state: TokenState | None = None, *, cu_seqlens: Tensor | Packing | None = None,
