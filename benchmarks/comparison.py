@@ -19,6 +19,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from math import nan
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from keep import merge
@@ -64,21 +65,23 @@ def trained_row(results: Mapping[str, Any], name: str) -> dict[str, Any]:
     finished = [one for one in results["rows"] if one["name"] == name and "metrics" in one]
     if not finished:
         return {"model": name, report.replace("/", "_"): "diverged", "measured": results["measured"]}
-    rates = {one["learning_rate"] for one in finished}
-    tried = {
-        f"{rate:g}": by_seed([one for one in finished if one["learning_rate"] == rate], metric, 4) for rate in rates
-    }
-    finished = [one for one in finished if one["learning_rate"] == entry["learning_rate"]]
+    tried: dict[float | None, list[Any]] = {}
+    for one in finished:
+        tried.setdefault(one["learning_rate"], []).append(one)
+    finished = tried[entry["learning_rate"]]
     first = finished[0]["metrics"]
     cells = {
         "model": name,
-        **({"learning_rate": entry["learning_rate"], f"tried_{metric}": tried} if len(rates) > 1 else {}),
         "parameters": first["parameters"],
         "epochs": first["epochs"],
         report.replace("/", "_"): by_seed(finished, report, 4),
         metric.replace("val/", "validation_"): by_seed(finished, metric, 4),
         "seconds": by_seed(finished, "seconds"),
     }
+    if len(tried) > 1:
+        means = {rate: fmean(one["metrics"][metric] for one in runs) for rate, runs in tried.items()}
+        values = ", ".join(f"{rate:g} {value:.4f}" for rate, value in means.items())
+        cells |= {"learning_rate": entry["learning_rate"], f"tried_{metric}": values}
     speeds = [key for key in first if key.endswith("_per_second")]
     cells |= {key: by_seed(finished, key) for key in speeds}
     return cells | {"runs_at_a_time": results["jobs"], "measured": finished[0].get("measured", results["measured"])}

@@ -5,7 +5,7 @@ python benchmarks/peer_training.py PEER OUTPUT.json [OVERRIDE ...]
 PEER is llama or mamba2 (transformers), or deltanet (flash-linear-attention). The overrides are those of our run beside
 it: data, window, width, depth, MLP and recipe are the same. No peer resets its state where a document begins, hence
 data.reset_state=false. Of ours this uses the batches alone. The initial weights are saved in a folder beside
-OUTPUT.json, so that our run begins with the same: other initial weights change the loss by 5 % after 1,250 updates.
+OUTPUT.json, so that our run begins with the same.
 
     python benchmarks/peer_training.py llama llama.json experiment=lm/text data.root=FOLDER data.reset_state=false
     longseq convert source=llama output=start

@@ -214,15 +214,15 @@ def context() -> str:
 
 
 CONTEXT = {
-    "position 64": "32 to 64",
-    "position 2048": "1,024 to 2,048",
-    "position 4096": "to 4,096",
-    "position 32768": "16,384 to 32,768",
-    **{f"context {count}": f"{count:,} tokens" for count in (64, 256, 1024)},
-    "context all": "all",
-    "pair within 64": "up to 64 ago",
-    "pair within 1024": "257 to 1,024",
-    "pair within 4096": "1,025 to 4,096",
+    "position 64": "32 to 63",
+    "position 2048": "1,024 to 2,047",
+    "position 4096": "2,048 to 4,095",
+    "position 32768": "16,384 to 32,767",
+    **{f"context {count}": f"last {count:,}" for count in (64, 256, 1024)},
+    "context all": "all before",
+    "pair within 64": "again after up to 64",
+    "pair within 1024": "after 257 to 1,024",
+    "pair within 4096": "after 1,025 to 4,096",
 }
 
 

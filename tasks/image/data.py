@@ -137,8 +137,10 @@ class ImageDataModule(TaskData):
 
     @property
     def registered_parts(self) -> list[Any]:
-        source: Any = None if self.splits is None else self.splits.train.source
-        return [type(source.dataset)] if self.keys.source == OWN else []
+        if self.splits is None or self.keys.source != OWN:
+            return []
+        source: Any = self.splits.train.source
+        return [type(source.dataset)]
 
     @property
     def batches_per_epoch(self) -> int:
