@@ -49,7 +49,6 @@ MLPS: dict[str, Callable[..., nn.Module]] = {
 BLOCKS: dict[str, type[Block[Any]]] = {"pre": Block, "post": PostNormBlock}
 POSITIONS = ("none", "learned")
 DIRECTIONS = ("forward", "bidirectional", "alternating")
-EMBEDDING_STD = 0.02
 
 # The name of these language models among those of transformers (see `longseq.tools.hugging_face.causal_lm`).
 MODEL_TYPE = "longseq"
@@ -101,6 +100,7 @@ class TokenBackbone(PretrainedModel, nn.Module):
         positions: none (the recurrence itself depends on the order), or learned: a table of `max_length` vectors that
             is added to the embeddings.
         embedding_norm: norm the embeddings before the first block, as RWKV does.
+        residual_init: the initial size of the projections into the residual (see `init_weights`).
         tie_embeddings: the head scores a token by its embedding.
         dropout: of the embeddings.
         drop_path: probability of leaving out a branch of the last block, growing linearly from 0.
@@ -135,6 +135,7 @@ class TokenBackbone(PretrainedModel, nn.Module):
         positions: str = "none",
         max_length: int | None = None,
         embedding_norm: bool = False,
+        residual_init: float = 0.02,
         tie_embeddings: bool = True,
         dropout: float = 0.0,
         drop_path: float = 0.0,
@@ -152,6 +153,7 @@ class TokenBackbone(PretrainedModel, nn.Module):
         self.direction = direction
         self.vocab_size = vocab_size
         self.d_model = d_model
+        self.residual_init = residual_init
         self.max_length = max_length if positions == "learned" else None
         self.residual_in_float32 = residual_in_float32
         self.grad_checkpointing = recompute == "block"
@@ -203,10 +205,11 @@ class TokenBackbone(PretrainedModel, nn.Module):
     def init_weights(self) -> None:
         """Initialise all weights, also those of a model from the meta device after `to_empty`.
 
-        Projections are initialised as by `nn.Linear`. Those into the residual are divided by the root of their number
-        and multiplied by the standard deviation of what they are added to: 0.02, that of the embeddings, or 1 behind
-        an embedding norm. Else the blocks hide the embeddings from each other until these have grown. Recurrences set
-        their own initial values.
+        Projections are initialised as by `nn.Linear`; those into the residual are multiplied by `residual_init` and
+        divided by the root of their number. Recurrences set their own initial values.
+
+        With `residual_init` = 0.02, the standard deviation of the embeddings, blocks start as small as the embeddings.
+        With 1 their random outputs hide the embeddings at first; Zoology, MAD and GPT-2 start like that.
 
         The standard deviation is 1/sqrt(3 d_model). GPT-2's constant 0.02 equals it at a width of 833. At a width of 64
         the constant is about a quarter of it, and keys and gates, products of several projections, start too small to
@@ -225,7 +228,7 @@ class TokenBackbone(PretrainedModel, nn.Module):
         """Initialise a part: the embedding, a block or its mixer, a norm or the head."""
         for module in part.modules():
             if isinstance(module, nn.Embedding):
-                trunc_normal_(module.weight, std=EMBEDDING_STD)
+                trunc_normal_(module.weight, std=0.02)
             elif not isinstance(module, Mixer) and hasattr(module, "reset_parameters"):
                 reset: Any = module.reset_parameters
                 reset()
@@ -235,10 +238,9 @@ class TokenBackbone(PretrainedModel, nn.Module):
         for mixer in mixers:
             mixer.reset_parameters()
         branches = sum(1 if block.mlp is None else 2 for block in self.blocks)
-        scale = (EMBEDDING_STD if self.embedding_norm is None else 1.0) / math.sqrt(branches)
         for last in (*(mixer.out_proj for mixer in mixers), getattr(getattr(part, "mlp", None), "fc2", None)):
             if last is not None:
-                last.weight.data.mul_(scale)
+                last.weight.data.mul_(self.residual_init).div_(math.sqrt(branches))
 
     def forward(
         self, tokens: Tensor, state: TokenState | None = None, *, cu_seqlens: Tensor | Packing | None = None,
