@@ -7,20 +7,18 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from longseq.arguments import check_choice
 from longseq.blocks.convolution import ShortConvolution
 from longseq.blocks.linear import UpcastLinear
 from longseq.blocks.packing import pack_rows, rows_of, unpack_rows
 from longseq.blocks.precision import at_least_float32
-from longseq.kernels.dispatch import is_exporting
 from longseq.kernels.precision import without_autocast
 from longseq.mixers.base import ALL_TOKENS, Device, Mixer, ScanOptions, memory_dtype
 from longseq.mixers.long_convolution import Reading, convolution_flops
 from longseq.mixers.registry import register
 
-FILTERS = ("implicit", "explicit", "short")
+FILTERS = ("implicit", "short")
 LOWEST_BAND = 1e-4  # the one frequency in the inputs of implicit filters
 
 
@@ -48,23 +46,20 @@ class BaseConv(Mixer[BaseConvState | ShortBaseConvState]):
         h(distance) = A ReLU(B (t, cos s, −sin s) + c) + d;   t = distance / (max_length − 1)
         s = 2π · 1e-4 · distance / max_length
 
-    The explicit filter has a learned number for each channel and each distance below `max_length`, and is zero beyond;
-    the short filter likewise below `convolution_width`. In the models of the paper, every second layer has a short
-    filter of three taps: `mixer_options={"filter": ["short", "implicit"]}`.
+    The short filter has a learned number for each channel and each distance below `convolution_width`. In the models of
+    the paper, every second layer has a short filter of three taps: `mixer_options={"filter": ["short", "implicit"]}`.
 
-    The published code differs: it adds u to y, and u to h ∗ u for long filters, whose convolutions have no b_2. Its
-    explicit filters start with variance 1, here 1 / max_length, so that h ∗ u does not grow with max_length; its b_2 of
-    short filters starts at random, here at 0.
+    The published code differs: it adds u to y, and u to h ∗ u for implicit filters, whose convolutions have no b_2. Its
+    b_2 of short filters starts at random, here at 0.
 
-    There is no output projection. With long filters the state keeps all tokens, and the time of a step grows with their
-    number; with a short filter the state has a constant size.
+    There is no output projection. With an implicit filter the state keeps all tokens, and the time of a step grows with
+    their number; with a short filter the state has a constant size.
 
     Args:
-        filter: "implicit", "explicit" or "short".
+        filter: "implicit" or "short".
         convolution_width: taps of a short filter.
-        max_length: the number of tokens over which t runs from 0 to 1, at least 2, or the taps of an explicit filter.
-            It does not depend on the input, so that parts of a sequence see the same filter. Beyond it, implicit
-            filters continue with t > 1.
+        max_length: the number of tokens over which t runs from 0 to 1, at least 2. It does not depend on the input, so
+            that parts of a sequence see the same filter. Longer sequences continue with t > 1.
         filter_width: channels of the network's hidden layer.
 
     Source: Zoology: Measuring and Improving Recall in Efficient Language Models (Arora et al., 2023), section 4.1; the
@@ -96,14 +91,12 @@ class BaseConv(Mixer[BaseConvState | ShortBaseConvState]):
         self.in_proj = nn.Linear(d_model, d_model)
         self.out_proj = None
         self.bias = nn.Parameter(torch.empty(d_model))
-        self.filter: ImplicitFilter | ExplicitFilter | ShortConvolution
+        self.filter: ImplicitFilter | ShortConvolution
         if filter == "short":
             self.filter = ShortConvolution(d_model, convolution_width, activation=None, backend=backend)
             self.growing_state = False
-        elif filter == "implicit":
-            self.filter = ImplicitFilter(d_model, filter_width, max_length)
         else:
-            self.filter = ExplicitFilter(d_model, max_length)
+            self.filter = ImplicitFilter(d_model, filter_width, max_length)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -136,9 +129,9 @@ class BaseConv(Mixer[BaseConvState | ShortBaseConvState]):
         return self._gate(y, gate), following if options.output_final_state else None
 
     def _convolve(
-        self, x: Tensor, filters: ImplicitFilter | ExplicitFilter, state: BaseConvState | None, options: ScanOptions
+        self, x: Tensor, filters: ImplicitFilter, state: BaseConvState | None, options: ScanOptions
     ) -> tuple[Tensor, BaseConvState]:
-        """Convolve tokens `[B, T, d_model]` with a long filter."""
+        """Convolve tokens `[B, T, d_model]` with an implicit filter."""
         packing, mask, reverse, _ = options
         if packing is not None:
             x, mask = unpack_rows(x, packing), rows_of(packing)
@@ -202,28 +195,3 @@ class ImplicitFilter(nn.Module):
     def flops(self, length: int) -> int:
         """Count the floating-point operations at `length` distances."""
         return 2 * length * (self.hidden.weight.numel() + self.out.weight.numel())
-
-
-class ExplicitFilter(nn.Module):
-    """A filter `[L, channels]` with a learned number for each distance below `max_length`, and zeros beyond."""
-
-    no_weight_decay_names = ("taps",)
-
-    def __init__(self, channels: int, max_length: int) -> None:
-        super().__init__()
-        self.taps = nn.Parameter(torch.empty(max_length, channels))
-
-    def reset_parameters(self) -> None:
-        """Draw the taps from a normal distribution whose variances sum to 1."""
-        nn.init.normal_(self.taps, std=len(self.taps) ** -0.5)
-
-    def forward(self, length: int, like: Tensor) -> Tensor:
-        """The filter at the distances 0 ... `length` - 1, with the type of a tensor."""
-        if is_exporting():  # the number of taps that count would be a condition on the length
-            return functional.pad(self.taps.to(like.dtype), (0, 0, 0, length))[:length]
-        taps = self.taps[:length].to(like.dtype)
-        return functional.pad(taps, (0, 0, 0, max(length - taps.shape[0], 0)))
-
-    def flops(self, length: int) -> int:
-        """A learned number takes no operation."""
-        return 0

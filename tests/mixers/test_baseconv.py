@@ -16,8 +16,6 @@ D_MODEL, TOKENS = 4, 21
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"filter_width": 3, "max_length": 7},  # shorter than the sequence
-    {"filter": "explicit", "max_length": 64},
-    {"filter": "explicit", "max_length": 7},
     {"filter": "short"},
 ]
 
@@ -37,8 +35,6 @@ def naive_filter(m: Any, distance: int) -> Tensor:
     longest = m.max_length
     if hasattr(m.filter, "width"):  # the last tap is that of the token itself
         return m.filter.weight[:, 2 - distance] if distance < 3 else torch.zeros(D_MODEL, dtype=torch.float64)
-    if hasattr(m.filter, "taps"):
-        return m.filter.taps[distance] if distance < longest else torch.zeros(D_MODEL, dtype=torch.float64)
     angle = torch.tensor(2 * torch.pi * distance / longest * 1e-4, dtype=torch.float64)
     h = torch.stack([torch.tensor(distance / (longest - 1), dtype=torch.float64), angle.cos(), -angle.sin()])
     hidden = (m.filter.hidden.weight @ h + m.filter.hidden.bias).clamp_min(0)
