@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, get_args
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from longseq.arguments import KeepsArguments
+from longseq.blocks.convolution import ShortConvolution
 from longseq.blocks.hooks import has_observers, step_by_call
 from longseq.blocks.pairs import repeat_rows
 from longseq.blocks.positions import Layout
@@ -130,6 +131,11 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
             raise ValueError(f"{type(self).__name__} has no backend {backend!r}")
         self.d_model = d_model
         self.backend = backend
+
+    @property
+    def projections(self) -> list[nn.Linear]:
+        """The linear layers outside `scan`."""
+        return [layer for layer in (self.in_proj, self.out_proj) if layer is not None]
 
     @property
     def orders(self) -> tuple[str, ...]:
@@ -306,13 +312,17 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
         return None
 
     def scan_flops(self, tokens: int) -> int:
-        """Count the floating-point operations of `scan` over one sequence, the recurrence in its one-token form."""
+        """Count the floating-point operations of `scan` over one sequence, the recurrence in its one-token form.
+
+        Linear layers and short convolutions are left out: `flops` counts them.
+        """
         raise NotImplementedError
 
     def flops(self, tokens: int) -> int:
         """Count the floating-point operations of a forward pass over one sequence; a multiply-add counts as two."""
-        projections = sum(p.in_features * p.out_features for p in (self.in_proj, self.out_proj) if p is not None)
-        return 2 * tokens * projections + self.scan_flops(tokens)
+        convolutions = sum(part.flops(tokens) for part in self.modules() if isinstance(part, ShortConvolution))
+        layers = [part for part in self.modules() if isinstance(part, nn.Linear)]
+        return 2 * tokens * count_weights(layers) + convolutions + self.scan_flops(tokens)
 
     def reset_parameters(self) -> None:
         """Set the mixer's initial parameters and buffers, after the `reset_parameters` of submodules."""
@@ -359,6 +369,11 @@ def add_readings(readings: Sequence[Tensor], channels: int, divisor: int = 1) ->
     if not has_values:
         return total
     return torch.cat((total, *(reading[..., channels:] for reading in readings)), dim=-1)
+
+
+def count_weights(layers: Iterable[nn.Linear]) -> int:
+    """The number of weights, without biases."""
+    return sum(layer.in_features * layer.out_features for layer in layers)
 
 
 Found = TypeVar("Found")

@@ -167,7 +167,7 @@ class BaseConv(Mixer[BaseConvState | ShortBaseConvState]):
 
     def scan_flops(self, tokens: int) -> int:
         long = 0 if isinstance(self.filter, ShortConvolution) else self.d_model * convolution_flops(tokens)
-        return long + self.filter.flops(tokens) + 2 * self.d_model * tokens
+        return long + 2 * self.d_model * tokens
 
 
 class ImplicitFilter(nn.Module):
@@ -191,7 +191,3 @@ class ImplicitFilter(nn.Module):
             angle = 2 * math.pi * LOWEST_BAND * distance / self.max_length
             h = torch.cat([distance / (self.max_length - 1), angle.cos(), -angle.sin()], -1)
             return self.out(self.hidden(h).relu())
-
-    def flops(self, length: int) -> int:
-        """Count the floating-point operations at `length` distances."""
-        return 2 * length * (self.hidden.weight.numel() + self.out.weight.numel())

@@ -206,9 +206,7 @@ class DeltaMixer(Mixer[ConvolvedState]):
     def scan_flops(self, tokens: int) -> int:
         # For each head, reading at the key, writing there and reading at the query take 2 K V each, and a decay K V.
         operations = 6 if type(self)._log_decay is DeltaMixer._log_decay else 7
-        recurrence = operations * self.num_value_heads * self.key_dim * self.value_dim
-        convolution = 0 if self.convolution is None else self.convolution.flops(tokens)
-        return tokens * recurrence + convolution
+        return tokens * operations * self.num_value_heads * self.key_dim * self.value_dim
 
 
 def _hide(x: Tensor, mask: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from longseq.blocks.reading import (
 from longseq.blocks.traces import whole_in_traces
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
-from longseq.mixers.base import Mixer, ScanOptions, add_readings, check_rows, hide_padding
+from longseq.mixers.base import Mixer, ScanOptions, add_readings, check_rows, count_weights, hide_padding
 from longseq.mixers.registry import create, get
 
 SHARING = ("projections", "all", "none")
@@ -220,8 +220,8 @@ class Directions(nn.Module):
     def flops(self, tokens: int) -> int:
         """Count the floating-point operations of a forward pass over one sequence; a multiply-add counts as two."""
         readers = self.readers
-        repeated = (len(readers) - len(self.mixers)) * readers[0].scan_flops(tokens)
-        return sum(mixer.flops(tokens) for mixer in readers[: len(self.mixers)]) + repeated
+        repeated = (len(readers) - len(self.mixers)) * count_weights(readers[0].projections)  # which are applied once
+        return sum(mixer.flops(tokens) for mixer in readers) - 2 * tokens * repeated
 
     def extra_repr(self) -> str:
         return f"orders={self.orders}, share={self.share!r}, merge={self.merge!r}"

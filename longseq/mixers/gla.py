@@ -97,7 +97,6 @@ class GatedLinearAttention(GatedMemoryMixer):
         return repeat_groups(g.unflatten(-1, (self.num_kv_heads, -1)), self.num_heads)
 
     def scan_flops(self, tokens: int) -> int:
-        decay = 2 * self.gate_rank * self.num_kv_heads * self.key_dim
         recurrence = recurrence_flops(self.num_heads, self.key_dim, self.value_dim)
         gate = 2 * self.value_width if self.output_gate else 0
-        return tokens * (decay + recurrence + gate)
+        return tokens * (recurrence + gate)

@@ -134,9 +134,7 @@ class KDA(DeltaMixer):
         return y * (gate if self.gate_proj is None else self.gate_proj(gate)).sigmoid()
 
     def scan_flops(self, tokens: int) -> int:
-        weights = sum(0 if layer is None else layer.weight.numel() for layer in (self.decay_proj, self.gate_proj))
-        gate = 2 * self.num_value_heads * self.value_dim
-        return super().scan_flops(tokens) + tokens * (2 * weights + gate)
+        return super().scan_flops(tokens) + tokens * 2 * self.num_value_heads * self.value_dim
 
 
 @register("gdn2")

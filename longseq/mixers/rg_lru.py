@@ -150,7 +150,7 @@ class RGLRU(Mixer[ConvolvedState]):
     def scan_flops(self, tokens: int) -> int:
         gates = 2 * self.gate_weight.numel()
         recurrence = 3 * self.width  # the decay, the update and their sum
-        return tokens * (gates + recurrence + self.width) + self.convolution.flops(tokens)
+        return tokens * (gates + recurrence + self.width)
 
 
 def sqrt_one_minus_square(log_a: Tensor) -> Tensor:

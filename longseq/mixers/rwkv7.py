@@ -264,10 +264,9 @@ class RWKV7(Mixer[ShiftedState]):
 
     def scan_flops(self, tokens: int) -> int:
         terms = (self.decay_down, self.rate_down, self.value_down, self.gate_down)
-        weights = sum(layer.weight.numel() for layer in (self.receptance, self.key, self.value))
-        weights += sum(2 * down.numel() for down in terms if down is not None)
+        low_rank = sum(2 * down.numel() for down in terms if down is not None)
         # The decay takes K V; reading, erasing, writing and reading at r take 2 K V each.
-        return tokens * (2 * weights + 9 * self.d_model * self.head_dim)
+        return tokens * (2 * low_rank + 9 * self.d_model * self.head_dim)
 
 
 def _draw_orthogonal(weight: Tensor, gain: float) -> None:

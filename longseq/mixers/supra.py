@@ -70,7 +70,8 @@ class Supra(RetNet):
         return -torch.exp2(-8 * exponent)
 
     def scan_flops(self, tokens: int) -> int:
-        return super().scan_flops(tokens) + 2 * tokens * sum(width * width for width in self.widths[:2])
+        again = 0 if self.key_map is not None else 2 * tokens * self.widths[1] ** 2  # the keys' A is the queries'
+        return super().scan_flops(tokens) + again
 
 
 class CentredNorm(nn.Module):

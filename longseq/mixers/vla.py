@@ -201,8 +201,7 @@ class VLA(Mixer[VLAState]):
         # Reading at k̂, writing at α̂ and reading at q take 2 K V each, and the product A k̂ takes 2 K². W_u k, A u and
         # the update of A take 2 K² each, too.
         products = 4 if self.penalty is None else 7
-        convolution = 0 if self.convolution is None else self.convolution.flops(tokens)
-        return tokens * 2 * self.d_model * (products * self.head_dim + int(self.normalizer)) + convolution
+        return tokens * 2 * self.d_model * (products * self.head_dim + int(self.normalizer))
 
 
 def _smallest_eigenvalue(inverse: Tensor) -> Tensor:
