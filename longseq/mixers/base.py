@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, get_args
 
@@ -111,7 +111,7 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
     makes_values: bool = False
     reads_values: bool = False
 
-    # A callback that watches the layer puts a dictionary here, to which scans report (see `observe`).
+    # A callback that watches the layer puts a dictionary here, to which `read` reports the norm of the state's memory.
     observed: dict[str, Tensor] | None = None
 
     in_proj: nn.Linear | None
@@ -193,7 +193,7 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
 
         Mixers without `reads_backwards` flip the tokens before and after the scan; "second_half" is not for them.
         """
-        packing, mask, reverse, _ = options
+        packing, mask, reverse, wanted = options
         turned = bool(reverse) and not self.reads_backwards
         if turned:
             assert reverse is True
@@ -201,7 +201,13 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
             if packing is not None:  # the last sequence comes first, and so does its state
                 packing, state = packing.turned(), map_state(lambda x: x.flip(0), state)
             options = options._replace(cu_seqlens=packing, mask=mask, reverse=False)
+        if self.observed is not None:
+            options = options._replace(output_final_state=True)
         y, last = checkpoint_if(self.recompute and self.recomputable, self.scan, projected, state, options)
+        if self.observed is not None:
+            if (memory := getattr(last, "memory", None)) is not None:
+                self.observed["state_norm"] = mean_norm(memory).detach().float()
+            last = last if wanted else None
         if turned:
             y, last = y.flip(1), last if packing is None else map_state(lambda x: x.flip(0), last)
         return y, last
@@ -257,8 +263,8 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
 
         `backward` has the same class and options, and may be this mixer itself. Each operation over sequences runs once
         for both scans and reads the second half of its rows from the end. Submodules are mostly bypassed, so
-        `Directions` calls `scan` instead where they have hooks or were replaced, where a callback watches (see
-        `observe`), and for packed rows.
+        `Directions` calls `scan` instead where they have hooks or were replaced, where a callback watches, and
+        for packed rows.
         """
         raise NotImplementedError
 
@@ -266,27 +272,14 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
         """Scan one projected token `[B, P]`; returns `[B, I]` and the state."""
         raise NotImplementedError
 
-    def needs_state(self, wanted: bool) -> bool:
-        """True if a scan must compute its last state: the caller wants it, or a callback watches."""
-        return wanted or self.observed is not None
-
     def call_options(self, options: ScanOptions) -> dict[str, Any]:
         """The options of an operation over sequences, except for the mask."""
         return {
-            "output_final_state": self.needs_state(options.output_final_state),
+            "output_final_state": options.output_final_state,
             "cu_seqlens": options.cu_seqlens,
             "reverse": options.reverse,
             "backend": self.backend,
         }
-
-    def observe(self, name: str, measure: Callable[[], Tensor]) -> None:
-        """Report a scalar about the scan, such as the norm of its state. `measure` runs only if a callback watches.
-
-        If a scan reports several numbers under one name, the last one is kept.
-        """
-        if self.observed is not None:
-            with torch.no_grad():
-                self.observed[name] = measure().detach().float()
 
     def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> StateT:
         """Return the state before the first token: a typed tuple of tensors `[batch, ...]`.
@@ -338,6 +331,11 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
         for name in ("in_proj", "out_proj"):
             self._modules.pop(name, None)  # a None among the submodules is not what all tools for models expect
             setattr(self, name, None)
+
+
+def mean_norm(memory: Tensor) -> Tensor:
+    """The Frobenius norm of memories `[B, ..., K, V]`, or the norm of `[B, D]`, averaged over batch and heads."""
+    return memory.flatten(max(1, memory.ndim - 2)).norm(dim=-1).mean()
 
 
 def check_rows(x: Tensor, cu_seqlens: Tensor | Packing | None, mask: Tensor | None) -> Packing | None:

@@ -24,7 +24,6 @@ from torch.utils.flop_counter import flop_registry
 
 from longseq.kernels.packing import Packing
 from longseq.mixers.base import Mixer, ScanOptions, count_weights
-from longseq.mixers.measures import mean_norm
 from longseq.mixers.registry import create
 from longseq.parameters import no_weight_decay
 from longseq.state import map_state, select_state, state_tensors
@@ -630,23 +629,6 @@ def parameters_without_weight_decay_exist(mixer: Mixer[Any]) -> None:
 
 
 @_law
-def watched_scans_report_numbers(mixer: Mixer[Any]) -> None:
-    """Reports are scalars without a gradient.
-
-    A state with a `memory`, `[B, ..., K, V]` or `[B, D]`, reports the mean of its norms as `state_norm`.
-    """
-    mixer.observed = {}
-    _, state = mixer(draw(mixer, 2))
-    if hasattr(state, "memory"):
-        reported = mixer.observed.get("state_norm")
-        _require(reported is not None, "a state has a memory, and the scan does not report its norm as state_norm")
-        assert_same(reported, mean_norm(state.memory).float(), "state_norm")
-    for name, value in mixer.observed.items():
-        _require(value.dim() == 0 and not value.requires_grad, f"the report {name} is no scalar without a gradient")
-    _require(0 <= float(mixer.observed.get("gate_saturation", 0)) <= 1, "gate_saturation is no share")
-
-
-@_law
 def flops_are_those_of_the_steps(mixer: Mixer[Any]) -> None:
     """`flops` counts the operations of a step for each token, and more where the state grows."""
     one, two, three = (mixer.flops(length) for length in (2000, 4000, 6000))  # beyond any window
@@ -698,7 +680,6 @@ def check_sequences_apart(mixer: Mixer[Any], *, packed: bool) -> None:
     """
     weight = next((p for p in mixer.parameters() if p.is_floating_point()), torch.zeros(()))
     layer = copy.deepcopy(mixer).eval()
-    layer.observed = None
     x = draw(mixer, 1 if packed else 2).to(weight)
 
     def same(actual: Tensor, expected: Tensor, message: str) -> None:

@@ -132,16 +132,14 @@ class Directions(nn.Module):
             ), None
         projected = first.project_in(x)
         # Operations read half of a batch backward, but packed sequences in one direction.
-        in_pairs = packing is None and first.reads_pairs and self._is_plain()
-        is_watched = any(mixer.observed is not None for mixer in readers)  # one call has one report for both mixers
-        if in_pairs and not is_watched:
+        is_watched = any(mixer.observed is not None for mixer in readers)  # a pair has no states to report
+        if packing is None and first.reads_pairs and not is_watched and self._is_plain():
             readings = self._read_pairs(projected, layout, mask)
         elif packing is None and self.share == "all" and not (self.makes_values or self.reads_values):
             readings = self._read_stacked(projected, layout, mask)
         else:
-            read = _read_twice if in_pairs and is_watched else partial(_read, packing=packing)
             pairs = zip(readers, self._inputs(projected), self.orders, strict=True)
-            readings = [read(mixer, own, order, layout, mask=mask) for mixer, own, order in pairs]
+            readings = [_read(mixer, own, order, layout, mask, packing) for mixer, own, order in pairs]
         return first.project_out(self._merge(readings)), None
 
     def read_order(
@@ -296,23 +294,6 @@ def _read(
     projected = reorder(projected, along, layout)
     y, _ = _scan(mixer, projected, ScanOptions(packing, mask, reverse, output_final_state=False))
     return restore(y, along, layout)
-
-
-def _read_twice(mixer: AnyMixer, projected: Tensor, order: str, layout: Layout | None, mask: Tensor | None) -> Tensor:
-    """`_read` with the kernels that read the second half of a batch from the end: each row also stands there, turned.
-
-    A model that reads pairs has compiled these kernels, and not those that read a batch in one direction.
-    """
-    along, is_reversed = REVERSED.get(order, order), order in REVERSED
-
-    def twice(x: Tensor) -> Tensor:
-        x = reorder(x, along, layout)
-        return torch.cat((x.flip(1), x) if is_reversed else (x, x.flip(1)))
-
-    masks = None if mask is None else twice(mask)
-    y, _ = _scan(mixer, twice(projected), ScanOptions(None, masks, "second_half", output_final_state=False))
-    y = y[: projected.shape[0]]
-    return restore(y.flip(1) if is_reversed else y, along, layout)
 
 
 def _scan(mixer: AnyMixer, projected: Tensor, options: ScanOptions, state: Any = None) -> tuple[Tensor, Any]:

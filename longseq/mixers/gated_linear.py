@@ -10,7 +10,6 @@ from typing_extensions import Self
 
 from longseq.kernels import linear_attention, linear_attention_step, silu_product
 from longseq.mixers.base import ALL_TOKENS, Device, Mixer, ScanOptions, memory_dtype, required
-from longseq.mixers.measures import mean_norm, saturation
 from longseq.mixers.states import MemoryState
 from longseq.state import StateT
 
@@ -37,11 +36,9 @@ class GatedLinearMixer(Mixer[StateT]):
         Returns `[B, T, H, V]`, and the last memory if the options ask for it or a callback watches.
         """
         mask = options.mask
-        self.observe("gate_saturation", lambda: saturation(g.exp(), mask))
         if mask is not None:
             k, g = k * mask[..., None, None], g * mask.reshape(*mask.shape, *[1] * (g.dim() - 2))
         o, final = linear_attention(q, k, v, g=g, scale=scale, initial_state=memory, **self.call_options(options))
-        self.observe("state_norm", lambda: mean_norm(final))
         return o, final
 
     def recur_step(

@@ -21,7 +21,6 @@ from longseq.kernels.precision import without_autocast
 from longseq.kernels.reading import Reverse, halves, turn
 from longseq.mixers.base import ALL_TOKENS, Device, Mixer, ScanOptions, memory_dtype, required
 from longseq.mixers.heads import largest_heads
-from longseq.mixers.measures import saturation
 from longseq.mixers.registry import register
 
 NOTHING = -1e38  # the exponent before the first token, in place of log 0
@@ -97,7 +96,6 @@ class RWKV4(Mixer[RWKV4State]):
         shift = None if state is None else state.shift
         previous, latest = previous_tokens(projected, shift, **self.call_options(options), mask=options.mask)
         r, k, v = self._project(projected, previous)
-        self.observe("gate_saturation", lambda: saturation(r.sigmoid(), options.mask))
         o, memory = self._average(k, v, self.decay, self.bonus, state, options)
         return _gate(o, r), None if memory is None else RWKV4State(required(latest), *memory)
 

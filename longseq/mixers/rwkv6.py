@@ -15,7 +15,6 @@ from longseq.kernels import linear_attention, linear_attention_step
 from longseq.kernels.reading import halves
 from longseq.mixers.base import ALL_TOKENS, Device, Mixer, ScanOptions, memory_dtype, required
 from longseq.mixers.heads import choose_heads
-from longseq.mixers.measures import mean_norm, saturation
 from longseq.mixers.registry import register
 from longseq.mixers.states import ShiftedState
 
@@ -106,18 +105,16 @@ class RWKV6(Mixer[ShiftedState]):
         packing, mask, reverse, output_final_state = options
         previous, latest = previous_tokens(projected, shift, **self.call_options(options), mask=mask)
         r, k, v, decay, gate = self._project(projected, previous)
-        self.observe("gate_saturation", lambda: saturation(decay.exp(), mask))
         if mask is not None:
             k, decay = k * mask[..., None, None], decay * mask[..., None, None]
         o, memory = self._recur(r, k, v, decay, memory, options)
-        if self.needs_state(output_final_state):
+        if output_final_state:
             r_last, k_last, v_last, decay_last = (
                 latest_token(x, packing=packing, reverse=reverse) for x in (r, k, v, decay)
             )
             _, memory = linear_attention_step(
                 r_last, k_last, v_last, required(memory), g=decay_last, backend=self.step_backend
             )
-            self.observe("state_norm", lambda: mean_norm(memory))
         y = self._read_out(o, r, k, v, gate)
         return y, ShiftedState(required(latest), required(memory)) if output_final_state else None
 

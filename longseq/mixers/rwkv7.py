@@ -18,7 +18,6 @@ from longseq.kernels import delta_rule, delta_rule_step
 from longseq.kernels.reading import halves
 from longseq.mixers.base import ALL_TOKENS, Device, Mixer, ScanOptions, add_readings, memory_dtype, required
 from longseq.mixers.heads import choose_heads
-from longseq.mixers.measures import mean_norm, saturation
 from longseq.mixers.registry import register
 from longseq.mixers.states import ShiftedState
 
@@ -181,9 +180,7 @@ class RWKV7(Mixer[ShiftedState]):
         mask = options.mask
         previous, latest = previous_tokens(x, shift, **self.call_options(options), mask=mask)
         inputs = self._project(x, previous, *first)
-        self.observe("gate_saturation", lambda: saturation(inputs.g / LOWEST, mask))
         o, memory = self._recur(inputs, memory, options)
-        self.observe("state_norm", lambda: mean_norm(memory))
         last = ShiftedState(required(latest), required(memory)) if options.output_final_state else None
         return self._read_out(o, inputs), last
 

@@ -14,7 +14,6 @@ from longseq.blocks.linear import AlignedLinear, project_pair
 from longseq.blocks.pairs import stack_pair
 from longseq.kernels import silu_product
 from longseq.mixers.base import ALL_TOKENS, Device, Mixer, ScanOptions, memory_dtype, required
-from longseq.mixers.measures import mean_norm
 from longseq.mixers.states import ConvolvedState
 
 
@@ -89,7 +88,6 @@ class SelectiveMixer(Mixer[ConvolvedState]):
         x, gate = projected.chunk(2, dim=-1)
         x, convolution = self.convolution(x, convolution, **options._asdict())
         y, memory = self.recur(x, *self._selection(x), memory, options)
-        self.observe("state_norm", lambda: mean_norm(memory))
         last = ConvolvedState(required(convolution), required(memory)) if options.output_final_state else None
         return self._gate(y, x, gate, self.D), last
 

@@ -14,7 +14,6 @@ from longseq.blocks.pairs import repeat_rows
 from longseq.kernels import map_features, variational_linear_attention, variational_linear_attention_step
 from longseq.mixers.base import ALL_TOKENS, Device, Mixer, ScanOptions, memory_dtype, required
 from longseq.mixers.heads import choose_heads
-from longseq.mixers.measures import mean_norm
 from longseq.mixers.registry import register
 
 
@@ -127,8 +126,6 @@ class VLA(Mixer[VLAState]):
         call = {**self._options, **self.call_options(options), "mask": options.mask}
         earlier = None if state is None else state[1:]
         o, memory = variational_linear_attention(q, k, v, u, initial_state=earlier, **call)
-        self.observe("state_norm", lambda: mean_norm(required(memory)[0]))
-        self.observe("smallest_eigenvalue", lambda: _smallest_eigenvalue(required(memory)[1]))
         return o.flatten(-2), VLAState(convolution, *required(memory)) if options.output_final_state else None
 
     def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -202,9 +199,3 @@ class VLA(Mixer[VLAState]):
         # the update of A take 2 K² each, too.
         products = 4 if self.penalty is None else 7
         return tokens * 2 * self.d_model * (products * self.head_dim + int(self.normalizer))
-
-
-def _smallest_eigenvalue(inverse: Tensor) -> Tensor:
-    """The smallest eigenvalue of all matrices `[..., K, K]`; if it is not positive, A is no longer an inverse."""
-    smallest = torch.linalg.eigvalsh(inverse.nan_to_num()).amin()
-    return torch.where(inverse.isfinite().all(), smallest, torch.nan)  # the decomposition would refuse NaN
