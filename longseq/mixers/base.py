@@ -70,12 +70,11 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
         own_backends: further backends, besides "auto" and "torch", of a class without `operations`.
         no_weight_decay_names: parameters exempt from weight decay (see `longseq.parameters`).
         learning_rate_scales: parameters that learn at a multiple of the others' rate, and the multiple.
-        options_in_turn: options that also take a list, which a model hands out in turn over its layers of this mixer.
         supports_noncausal: the constructor takes `causal=False`, with which one pass sees all tokens.
         reads_backwards: `scan` follows `ScanOptions.reverse`; other mixers are given flipped tokens.
         reads_pairs: the class defines `scan_pair`.
         growing_state: the state keeps all tokens, in their type. False: its size is constant, and its floating-point
-            tensors are float32 (float64 for float64 inputs). An instance may override True by False.
+            tensors are float32 (float64 for float64 inputs).
         preallocates: `preallocate` gives the state fixed buffers.
         recomputable: `recompute` saves memory. False if `scan` saves little more than its arguments.
         piece_multiple: cutting a sequence at multiples of this number of tokens, counted from the first token that the
@@ -100,7 +99,6 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
     supports_noncausal: ClassVar[bool] = False
     reads_backwards: ClassVar[bool] = False
     reads_pairs: ClassVar[bool] = False
-    options_in_turn: ClassVar[tuple[str, ...]] = ()
     preallocates: ClassVar[bool] = False
     recomputable: ClassVar[bool] = True
 
