@@ -32,7 +32,7 @@ class ScanOptions(NamedTuple):
     cu_seqlens: the borders of sequences packed into one row.
     mask: `[B, T]`, True at real tokens.
     reverse: True reads from the last token to the first; the given state is then the state after the tokens behind the
-        last one. "second_half" does so for the second half of the batch.
+        last one. "second_half", in `scan_pair` only, does so for the second half of the batch.
     output_final_state: False skips the state.
     """
 
@@ -189,12 +189,11 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
     ) -> tuple[Tensor, StateT | None]:
         """`scan` in either direction, with activation checkpointing if the model sets `recompute`.
 
-        Mixers without `reads_backwards` flip the tokens before and after the scan; "second_half" is not for them.
+        Mixers without `reads_backwards` flip the tokens before and after the scan.
         """
         packing, mask, reverse, wanted = options
         turned = bool(reverse) and not self.reads_backwards
         if turned:
-            assert reverse is True
             projected, mask = projected.flip(1), None if mask is None else mask.flip(1)
             if packing is not None:  # the last sequence comes first, and so does its state
                 packing, state = packing.turned(), map_state(lambda x: x.flip(0), state)
@@ -259,7 +258,7 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
     def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the sum of two scans: by this mixer from the first token on, and by `backward` from the last token on.
 
-        `backward` has the same class and options, and may be this mixer itself. Each operation over sequences runs once
+        `backward` has the same class and options. Each operation over sequences runs once
         for both scans and reads the second half of its rows from the end. Submodules are mostly bypassed, so
         `Directions` calls `scan` instead where they have hooks or were replaced, where a callback watches, and
         for packed rows.

@@ -117,8 +117,7 @@ class KDA(DeltaMixer):
         return self._decay(self.decay_proj(rate[-1]), self.A_log, self.dt_bias, backend)
 
     def _log_decay_pair(self, backward: Self, rate: Any) -> Tensor:
-        z = self.decay_proj(rate[-1])
-        z = torch.cat((z, z if backward is self else backward.decay_proj(rate[-1])))
+        z = torch.cat((self.decay_proj(rate[-1]), backward.decay_proj(rate[-1])))
         A_log, dt_bias = stack_pair(self.A_log, backward.A_log), stack_pair(self.dt_bias, backward.dt_bias)
         return self._decay(z, A_log, dt_bias, self.local_backend)
 

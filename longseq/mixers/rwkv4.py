@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import Self
 
-from longseq.blocks.pairs import repeat_rows
 from longseq.blocks.precision import at_least_float32
 from longseq.blocks.token_shift import latest_token, previous_tokens, previous_tokens_pair, shift_tokens
 from longseq.kernels import linear_attention, linear_attention_step
@@ -101,9 +100,6 @@ class RWKV4(Mixer[RWKV4State]):
 
     def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         options = ScanOptions.of_pair(mask)
-        if backward is self:  # one projection for the rows of both directions
-            y, _ = self.scan(repeat_rows(projected), None, options)
-            return y.unflatten(0, (2, -1)).sum(0)
         previous = previous_tokens_pair(projected, mask=mask, backend=self.backend)
         pair, rows = (self, backward), projected.shape[0]
         tokens = [mixer._project(projected, own) for mixer, own in zip(pair, halves(previous), strict=True)]

@@ -8,7 +8,6 @@ from torch.nn import functional
 from typing_extensions import Self
 
 from longseq.blocks.norm import UpcastGroupNorm
-from longseq.blocks.pairs import repeat_rows
 from longseq.blocks.precision import at_least_float32
 from longseq.blocks.token_shift import latest_token, previous_tokens, previous_tokens_pair, shift_tokens
 from longseq.kernels import linear_attention, linear_attention_step
@@ -120,9 +119,6 @@ class RWKV6(Mixer[ShiftedState]):
 
     def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         options = ScanOptions.of_pair(mask)
-        if backward is self:  # one projection for the rows of both directions
-            y, _ = self.scan(repeat_rows(projected), None, options)
-            return y.unflatten(0, (2, -1)).sum(0)
         previous = previous_tokens_pair(projected, mask=mask, backend=self.backend)
         pair = (self, backward)
         tokens = [mixer._project(projected, own) for mixer, own in zip(pair, halves(previous), strict=True)]

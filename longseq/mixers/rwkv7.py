@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from longseq.blocks.norm import UpcastGroupNorm
-from longseq.blocks.pairs import repeat_rows
 from longseq.blocks.precision import at_least_float32
 from longseq.blocks.token_shift import previous_tokens, previous_tokens_pair
 from longseq.kernels import delta_rule, delta_rule_step
@@ -187,10 +186,6 @@ class RWKV7(Mixer[ShiftedState]):
     def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         x, *firsts = projected.split(self.d_model, dim=-1)
         options = ScanOptions.of_pair(mask)
-        if backward is self:  # one projection for the rows of both directions
-            rows = [torch.cat((x, first), dim=-1) for first in firsts]
-            y, _ = self.scan(torch.cat(rows) if rows else repeat_rows(x), None, options)
-            return add_readings(halves(y), self.d_model)
         previous = halves(previous_tokens_pair(x, mask=mask, backend=self.backend))
         pair = (self, backward)
         tokens = [

@@ -50,9 +50,8 @@ class Supra(RetNet):
         self.key_map = nn.Linear(keys, keys) if keys < queries else None
 
     def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
-        ahead = self._split(projected)
-        behind = ahead if backward is self else backward._split(projected)
-        q, k, v, gate = (torch.cat(both) for both in zip(ahead, behind, strict=True))
+        both = zip(self._split(projected), backward._split(projected), strict=True)
+        q, k, v, gate = map(torch.cat, both)
         options = ScanOptions.of_pair(mask)
         positions, _ = count_positions(v, mask=options.mask, reverse=options.reverse)
         q, k, g = self._place(q, k, positions)
