@@ -55,7 +55,7 @@ class Supra(RetNet):
         options = ScanOptions.of_pair(mask)
         positions, _ = count_positions(v, mask=options.mask, reverse=options.reverse)
         q, k, g = self._place(q, k, positions)
-        o, _ = self.recur(q, k, v, g, None, options, self.key_dim**-0.5)
+        o, _ = self.recur(q, k, v, g, None, options)
         return self.read_out_pair(backward, o, gate)
 
     def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
