@@ -22,7 +22,7 @@ class BoundedMemoryControl(SlotMixer):
 
         q, k, v = φ(W x);   z ← log(e^z + e^{W_φ x});   w = e^{W_φ x − z}
         K̃ ← Diag(1 − w) K̃ + w kᵀ;   Ṽ ← Diag(1 − w) Ṽ + w vᵀ
-        y = W_o RMSNorm(SiLU(Ṽᵀ softmax(scale K̃ q)))
+        y = W_o RMSNorm(SiLU(Ṽᵀ f(scale K̃ q)))
 
     The state holds the log normaliser z, so that K̃_t = Σ_s softmax(W_φ x_1, ..., W_φ x_t)_s k_s. This is GSA with α =
     1 − w. The GSA paper states ABC without Diag(1 − w) (its equations 3 and 4): slots would then grow with log T.
@@ -32,6 +32,7 @@ class BoundedMemoryControl(SlotMixer):
         num_slots: M, the slots of each head.
         feature_map: φ, one of silu, relu, relu_squared, identity. silu is from the layer in which the GSA paper
             compares ABC; ABC itself has identity.
+        activation: f: softmax over the slots, or the elementwise identity, silu, relu or relu_squared.
         scale: the factor of the scores. The papers have none; 1/√K is usual for softmax.
 
     Source: ABC: Attention with Bounded-memory Control (Peng et al., 2022), section 4, in the layer of Gated Slot

@@ -128,7 +128,7 @@ class CompressionMixer(Mixer[ConvolvedState]):
                 q, k, v, gamma = (torch.take_along_dim(x, order, 1) for x in (q, k, v, gamma))
                 g = None if g is None else torch.take_along_dim(g, order, 1)
         q, k, v = self._to_heads(q), self._to_keys(k), self._to_heads(v)
-        call = {**self.recurrence, **self.call_options(options), "chunk_size": self.chunk_size}
+        call = {**self._rule(gamma), **self.call_options(options), "chunk_size": self.chunk_size}
         o, final = orthogonal_recurrence(q, k, v, gamma, g=g, initial_state=memory, **call)
         if order is not None:
             o = torch.take_along_dim(o, order.argsort(1).unsqueeze(-1), 1)
@@ -140,7 +140,7 @@ class CompressionMixer(Mixer[ConvolvedState]):
         q, last = self.query_convolution.step(shared, required(state.convolution))
         k, _ = self.key_convolution.step(shared, required(state.convolution))
         q, k, v = self._to_heads(q), self._to_keys(k), self._to_heads(v)
-        options = {**self.recurrence, "backend": self.step_backend}
+        options = {**self._rule(gamma), "backend": self.step_backend}
         o, memory = orthogonal_recurrence_step(q, k, v, gamma, state.memory, g=g, **options)
         return o.flatten(-2) * functional.gelu(gate), ConvolvedState(last, memory)
 
@@ -177,3 +177,7 @@ class CompressionMixer(Mixer[ConvolvedState]):
 
     def _to_keys(self, k: Tensor) -> Tensor:
         return self._to_heads(k)
+
+    def _rule(self, gamma: Tensor) -> dict[str, Any]:
+        """The options of the operation; tensors among them have the shape of `gamma [..., H]`."""
+        return self.recurrence

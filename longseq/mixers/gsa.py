@@ -20,7 +20,7 @@ class GatedSlotAttention(SlotMixer):
 
         q, k = φ(W x);   v = SiLU(W_v x);   α = sigmoid(W_α x)^{1/τ}
         K̃ ← Diag(α) K̃ + (1 − α) kᵀ;   Ṽ ← Diag(α) Ṽ + (1 − α) vᵀ
-        y = W_o RMSNorm(SiLU(Ṽᵀ softmax(scale K̃ q)))
+        y = W_o RMSNorm(SiLU(Ṽᵀ f(scale K̃ q)))
 
     The norm is over all channels, not over each head. v has SiLU for every φ, as in the published code.
 
@@ -31,6 +31,8 @@ class GatedSlotAttention(SlotMixer):
         num_slots: M, the slots of each head.
         gate_temperature: τ, which keeps α near 1.
         feature_map: φ, one of silu, relu, relu_squared, identity.
+        activation: f: softmax over the slots, or the elementwise identity, silu, relu or relu_squared (ablations, table
+            2).
         scale: the factor of the scores. Neither the paper nor its code has one; 1/√K is usual for softmax.
 
     Source: Gated Slot Attention for Efficient Linear-Time Sequence Modeling (Zhang et al., 2024), equations 6, 8 and 9.

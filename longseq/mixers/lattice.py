@@ -14,6 +14,8 @@ from longseq.mixers.registry import register
 # Operations for one token and entry of the memory: eight to scale, write, measure the norm, divide by it, and read at
 # the query; two for each product that computes the update.
 FLOPS_PER_ENTRY = {"decode": 12, "encode": 10, "similarity": 10}
+# Moving towards zero by at most a threshold: sign, magnitude, subtraction, maximum with zero, product.
+FLOPS_PER_SPARSE_ENTRY = 5
 
 
 @register("lattice")
@@ -38,6 +40,7 @@ class Lattice(CompressionMixer):
             little effect.
         normalize: False leaves out N (the second ablation of the paper's table 4).
         normalize_key: divide each head's key by its length, as DeltaNet does; the paper does not. See below.
+        sparsity: λ of the l1 norm in equation 17, which moves entries towards zero; needs chunk_size=1.
         chunk_size: 1 is the exact recurrence. With more, all tokens of a chunk are updated from the state before the
             chunk, which is another function: on a CPU, chunks of 4 change the outputs of trained layers by 21 to 58 %
             and save little time, chunks of 16 by 31 to 76 %, and save half the time of a long sequence
@@ -66,15 +69,22 @@ class Lattice(CompressionMixer):
         objective: str = "decode",
         normalize: bool = True,
         normalize_key: bool = False,
+        sparsity: float = 0.0,
         **options: Any,
     ) -> None:
         check_choice("objective", objective, FLOPS_PER_ENTRY)
         super().__init__(d_model, recurrence={"objective": objective, "normalize": normalize}, **options)
         self.normalize_key = normalize_key
+        self.sparsity = sparsity
 
     def _to_keys(self, k: Tensor) -> Tensor:
         keys = super()._to_keys(k)
         return map_features(keys, norm="l2", backend=self.local_backend) if self.normalize_key else keys
 
+    def _rule(self, gamma: Tensor) -> dict[str, Any]:
+        threshold = gamma.new_full(gamma.shape, self.sparsity) if self.sparsity > 0 else None
+        return {**self.recurrence, "threshold": threshold}
+
     def scan_flops(self, tokens: int) -> int:
-        return tokens * FLOPS_PER_ENTRY[self.recurrence["objective"]] * self.d_model * self.num_slots
+        operations = FLOPS_PER_ENTRY[self.recurrence["objective"]] + FLOPS_PER_SPARSE_ENTRY * (self.sparsity > 0)
+        return tokens * operations * self.d_model * self.num_slots

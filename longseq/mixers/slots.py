@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import Self
 
+from longseq.arguments import check_choice
 from longseq.blocks.norm import RMSNorm
 from longseq.blocks.pairs import repeat_rows
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import slot_attention, slot_attention_step
+from longseq.kernels.slot_attention import ACTIVATIONS
 from longseq.mixers.base import ALL_TOKENS, Device, Mixer, ScanOptions, memory_dtype, required
 from longseq.mixers.heads import FEATURE_MAPS, check_groups, choose_heads, repeat_groups
 
@@ -34,7 +36,7 @@ class SlotMixer(Mixer[SlotState]):
     """Base of GSA and ABC: attention to M slots; a subclass defines their decays α.
 
         q, k = φ(W x);   v = ψ(W_v x);   K̃ ← Diag(α) K̃ + (1 − α) kᵀ;   Ṽ ← Diag(α) Ṽ + (1 − α) vᵀ
-        y = W_o RMSNorm(SiLU(Ṽᵀ softmax(scale K̃ q)))
+        y = W_o RMSNorm(SiLU(Ṽᵀ f(scale K̃ q)))
 
     The norm is over all channels, not over each head. `value_map` is ψ. See the mixers for the other options.
     """
@@ -52,17 +54,20 @@ class SlotMixer(Mixer[SlotState]):
         head_dim: int | None = None,
         num_slots: int = 64,
         feature_map: str = "silu",
+        activation: str = "softmax",
         scale: float = 1.0,
         norm_eps: float = 1e-5,
         backend: str = "auto",
     ) -> None:
         super().__init__(d_model, backend=backend)
+        check_choice("activation", activation, ACTIVATIONS)
         width = d_model if head_dim is None else num_heads * head_dim
         self.num_heads, self.head_dim = choose_heads(width, num_heads, head_dim, preferred=1)
         self.num_kv_heads = check_groups(self.num_heads, num_kv_heads)
         self.num_slots = num_slots
         self.feature_map = feature_map
         self.value_map = value_map
+        self.activation = activation
         self.scale = scale
         self.key_width = (self.num_heads + self.num_kv_heads) * self.head_dim
         self.value_width = self.num_kv_heads * self.head_dim
@@ -90,20 +95,20 @@ class SlotMixer(Mixer[SlotState]):
         normalizer = None if state is None else state.normalizer
         g, normalizer = self.decay(logits, normalizer, options)
         memory = None if state is None else (state.keys, state.values)
-        o, memory = slot_attention(q, k, v, g, initial_state=memory, scale=self.scale, **self.call_options(options))
+        o, memory = slot_attention(q, k, v, g, initial_state=memory, **self._rule, **self.call_options(options))
         return self._read_out(o), SlotState(*required(memory), normalizer) if options.output_final_state else None
 
     def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         q, k, v, logits = self._split(projected)
         q, k, v, g = repeat_rows(q), repeat_rows(k), repeat_rows(v), self.decay_pair(logits, mask)
-        o, _ = slot_attention(q, k, v, g, scale=self.scale, reverse="second_half", backend=self.backend)
+        o, _ = slot_attention(q, k, v, g, **self._rule, reverse="second_half", backend=self.backend)
         return self.norm.norm_pair(backward.norm, functional.silu(o.flatten(-2)))
 
     def scan_step(self, projected: Tensor, state: SlotState) -> tuple[Tensor, SlotState]:
         q, k, v, logits = self._split(projected)
         g, normalizer = self.decay_step(logits, state.normalizer)
-        memory = (state.keys, state.values)
-        o, memory = slot_attention_step(q, k, v, g, memory, scale=self.scale, backend=self.step_backend)
+        options = {**self._rule, "backend": self.step_backend}
+        o, memory = slot_attention_step(q, k, v, g, (state.keys, state.values), **options)
         return self._read_out(o), SlotState(*memory, normalizer)
 
     def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> SlotState:
@@ -118,6 +123,11 @@ class SlotMixer(Mixer[SlotState]):
         q, k = mixed.split([self.num_heads, self.num_kv_heads], dim=-2)
         k, v = (repeat_groups(x, self.num_heads) for x in (k, v.unflatten(-1, (self.num_kv_heads, self.head_dim))))
         return q, k, v, at_least_float32(logits)
+
+    @property
+    def _rule(self) -> dict[str, Any]:
+        """The options of the operation, for sequences and for one token."""
+        return {"scale": self.scale, "activation": self.activation}
 
     def _read_out(self, o: Tensor) -> Tensor:
         return self.norm(functional.silu(o.flatten(-2)))

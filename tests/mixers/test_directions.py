@@ -90,7 +90,7 @@ def test_pairs_equal_one_order_at_a_time(monkeypatch, mixer, direction, masked):
         *((name, {"backend": "reference"}) for name in ("deltanet", "gated_deltanet")),
         *(("vla", options) for options in ({"convolution_width": 4}, {"update_penalty": False})),
         ("lattice", {"forget_gate": False, "chunk_size": 4}),
-        ("lattice", {"normalize_key": True}),
+        ("lattice", {"normalize_key": True, "sparsity": 0.1}),
     ],
 )
 def test_options_of_mixers_hold_for_pairs(monkeypatch, mixer, options):

@@ -428,7 +428,7 @@ def slots(p: Weights, x: Tensor, o: Options, write: Callable[[Tensor], Tensor], 
         keys = (1 - taken[t]).unsqueeze(-1) * keys + outer(taken[t], k[t])
         values = (1 - taken[t]).unsqueeze(-1) * values + outer(taken[t], v[t])
         score = o.get("scale", 1) * read(keys.mT, q[t])
-        y.append(normed(p, silu(read(values, MAPS["softmax"](score)).flatten()), o))
+        y.append(normed(p, silu(read(values, MAPS[o.get("activation", "softmax")](score)).flatten()), o))
     return torch.stack(y)
 
 
@@ -471,6 +471,7 @@ def lattice(p: Weights, x: Tensor, o: Options) -> Tensor:
                 o.get("objective", "decode")
             ]
             s_new = kept * s - gamma * c * away_from(s, h) / s.norm()
+            s_new = s_new.sign() * (s_new.abs() - gamma * o.get("sparsity", 0)).clamp_min(0)
             columns.append(s_new / s_new.norm() if o.get("normalize", True) else s_new)
         return torch.stack(columns, 1)
 
@@ -518,7 +519,8 @@ ONE_KEY: list[Options] = [{"feature_map": "relu"}, {"feature_map": "elu_plus_one
 SLOTS: list[Options] = [
     {"num_slots": 3, **option}
     for option in ({}, {"feature_map": "relu"}, {"feature_map": "relu_squared"}, {"feature_map": "identity"},
-                   {"num_heads": 2, "scale": 0.3}, {"norm_eps": 1.0})
+                   {"activation": "identity"}, {"activation": "silu"}, {"activation": "relu"},
+                   {"activation": "relu_squared"}, {"num_heads": 2, "scale": 0.3}, {"norm_eps": 1.0})
 ]  # fmt: skip
 SCANS: list[Options] = [{}, {"state_size": 3, "rate_rank": 2}, {"expand": 3, "convolution_width": 2}]
 CASES: dict[Layer, list[Options]] = {
@@ -537,7 +539,7 @@ CASES: dict[Layer, list[Options]] = {
           {"negative_eigenvalues": True, "convolution_width": 0}],
     lattice: [{}, {"num_heads": 2, "num_slots": 3}, {"objective": "encode"}, {"objective": "similarity"},
               {"forget_gate": False}, {"normalize": False}, {"normalize": False, "objective": "encode"},
-              {"normalize": False, "objective": "similarity"}, {"normalize_key": True},
+              {"normalize": False, "objective": "similarity"}, {"normalize_key": True}, {"sparsity": 0.1},
               {"gamma_activation": "softplus", "convolution_width": 2}],
     linear_attention: [{}, {"num_heads": 2}, {"normalizer": False}, {"eps": 30.0}],
     longhorn: SCANS,
