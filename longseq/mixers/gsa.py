@@ -4,14 +4,36 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.nn import functional
+from typing_extensions import Self
 
 from longseq.arguments import takes_also
+from longseq.blocks.precision import at_least_float32
 from longseq.mixers.base import ScanOptions
 from longseq.mixers.heads import repeat_groups
 from longseq.mixers.registry import register
 from longseq.mixers.slots import SlotMixer
+
+
+class ConstantGate(nn.Module):
+    """Logits of forget gates that are the same for every token, `[H, M]`."""
+
+    no_weight_decay_names = ("logits",)
+
+    def __init__(self, num_heads: int, num_slots: int) -> None:
+        super().__init__()
+        self.logits = nn.Parameter(torch.empty(num_heads, num_slots))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the logits from a normal distribution: slots with equal gates would stay equal for ever."""
+        nn.init.normal_(self.logits)
+
+    def forward(self) -> Tensor:
+        """Return the logits. Hooks run in calls only, such as those that prune."""
+        return self.logits
 
 
 @register("gsa")
@@ -30,6 +52,7 @@ class GatedSlotAttention(SlotMixer):
         head_dim: channels of a head; by default `d_model` / num_heads.
         num_slots: M, the slots of each head.
         gate_temperature: τ, which keeps α near 1.
+        data_dependent_gate: False replaces W_α x by a learned number for each slot (an ablation of the paper).
         feature_map: φ, one of silu, relu, relu_squared, identity.
         activation: f: softmax over the slots, or the elementwise identity, silu, relu or relu_squared (ablations, table
             2).
@@ -41,15 +64,35 @@ class GatedSlotAttention(SlotMixer):
     paper = "GSA (arXiv:2409.07146), section 3"
     operations = ("slot_attention",)
 
-    @takes_also(SlotMixer, without=("value_map",))
-    def __init__(self, d_model: int, *, gate_temperature: float = 8.0, **options: Any) -> None:
-        super().__init__(d_model, value_map="silu", **options)
+    @takes_also(SlotMixer, without=("gate_width", "value_map"))
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        num_heads: int = 4,
+        num_kv_heads: int | None = None,
+        num_slots: int = 64,
+        gate_temperature: float = 8.0,
+        data_dependent_gate: bool = True,
+        **options: Any,
+    ) -> None:
+        gate_width = (num_kv_heads or num_heads) * num_slots if data_dependent_gate else 0
+        heads: dict[str, Any] = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "num_slots": num_slots}
+        super().__init__(d_model, gate_width=gate_width, value_map="silu", **heads, **options)
         self.gate_temperature = gate_temperature
+        self.gate = None if data_dependent_gate else ConstantGate(self.num_kv_heads, num_slots)
 
-    def decay(self, logits: Tensor, normalizer: Tensor | None, options: ScanOptions) -> tuple[Tensor, None]:
-        g, _ = self.decay_step(logits, None)
-        return g if options.mask is None else g * options.mask[..., None, None], None
+    def write(self, logits: Tensor, normalizer: Tensor | None, options: ScanOptions) -> tuple[Tensor, None, None]:
+        g, _, _ = self.write_step(logits, None)
+        return g if options.mask is None else g * options.mask[..., None, None], None, None
 
-    def decay_step(self, logits: Tensor, normalizer: Tensor | None) -> tuple[Tensor, None]:
-        logits = logits.unflatten(-1, (self.num_kv_heads, self.num_slots))
-        return repeat_groups(functional.logsigmoid(logits) / self.gate_temperature, self.num_heads), None
+    def write_pair(self, backward: Self, logits: Tensor, mask: Tensor | None) -> tuple[Tensor, None]:
+        options = ScanOptions(mask=mask)
+        g, _, _ = self.write(logits, None, options)
+        return torch.cat((g, g if self.gate is None else backward.write(logits, None, options)[0])), None
+
+    def write_step(self, logits: Tensor, normalizer: Tensor | None) -> tuple[Tensor, None, None]:
+        shape = (*logits.shape[:-1], self.num_kv_heads, self.num_slots)
+        gate = logits.reshape(shape) if self.gate is None else at_least_float32(self.gate()).expand(shape)
+        g = functional.logsigmoid(gate) / self.gate_temperature
+        return repeat_groups(g, self.num_heads), None, None

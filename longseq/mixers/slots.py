@@ -33,12 +33,13 @@ class SlotState(NamedTuple):
 
 
 class SlotMixer(Mixer[SlotState]):
-    """Base of GSA and ABC: attention to M slots; a subclass defines their decays α.
+    """Base of GSA and ABC: attention to M slots; a subclass defines how tokens are written to them.
 
-        q, k = φ(W x);   v = ψ(W_v x);   K̃ ← Diag(α) K̃ + (1 − α) kᵀ;   Ṽ ← Diag(α) Ṽ + (1 − α) vᵀ
+        q, k = φ(W x);   v = ψ(W_v x);   K̃ ← Diag(α) K̃ + w kᵀ;   Ṽ ← Diag(α) Ṽ + w vᵀ
         y = W_o RMSNorm(SiLU(Ṽᵀ f(scale K̃ q)))
 
-    The norm is over all channels, not over each head. `value_map` is ψ. See the mixers for the other options.
+    The norm is over all channels, not over each head. `value_map` is ψ; `gate_width` counts the channels of the input
+    projection for the gates. See the mixers for the other options.
     """
 
     reads_backwards: ClassVar[bool] = True
@@ -48,6 +49,7 @@ class SlotMixer(Mixer[SlotState]):
         self,
         d_model: int,
         *,
+        gate_width: int,
         value_map: str,
         num_heads: int = 4,
         num_kv_heads: int | None = None,
@@ -69,23 +71,25 @@ class SlotMixer(Mixer[SlotState]):
         self.value_map = value_map
         self.activation = activation
         self.scale = scale
+        self.gate_width = gate_width
         self.key_width = (self.num_heads + self.num_kv_heads) * self.head_dim
         self.value_width = self.num_kv_heads * self.head_dim
-        self.gate_width = self.num_kv_heads * num_slots
-        self.in_proj = nn.Linear(d_model, self.key_width + self.value_width + self.gate_width, bias=False)
+        self.in_proj = nn.Linear(d_model, self.key_width + self.value_width + gate_width, bias=False)
         self.norm = RMSNorm(width, eps=norm_eps, backend=backend)
         self.out_proj = nn.Linear(width, d_model, bias=False)
 
-    def decay(self, logits: Tensor, normalizer: Tensor | None, options: ScanOptions) -> tuple[Tensor, Tensor | None]:
-        """Log α `[B, T, H, M]` and the normalisers, from `gate_width` channels."""
+    def write(
+        self, logits: Tensor, normalizer: Tensor | None, options: ScanOptions
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Log α and w `[B, T, H, M]` (w is None where it is 1 - α), and the normalisers, from `gate_width` channels."""
         raise NotImplementedError
 
-    def decay_pair(self, logits: Tensor, mask: Tensor | None) -> Tensor:
-        """Log α for tokens that are read in both directions: 2 B rows."""
-        return repeat_rows(self.decay(logits, None, ScanOptions(mask=mask))[0])
+    def write_pair(self, backward: Self, logits: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Log α and w for tokens that are read forward by this mixer and backward by `backward`: 2 B rows."""
+        raise NotImplementedError
 
-    def decay_step(self, logits: Tensor, normalizer: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """`decay` for one token; the shapes are the same without T."""
+    def write_step(self, logits: Tensor, normalizer: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """`write` for one token; the shapes are the same without T."""
         raise NotImplementedError
 
     def scan(
@@ -93,22 +97,24 @@ class SlotMixer(Mixer[SlotState]):
     ) -> tuple[Tensor, SlotState | None]:
         q, k, v, logits = self._split(projected)
         normalizer = None if state is None else state.normalizer
-        g, normalizer = self.decay(logits, normalizer, options)
+        g, write, normalizer = self.write(logits, normalizer, options)
         memory = None if state is None else (state.keys, state.values)
-        o, memory = slot_attention(q, k, v, g, initial_state=memory, **self._rule, **self.call_options(options))
+        call = {**self._rule, **self.call_options(options), "write": write}
+        o, memory = slot_attention(q, k, v, g, initial_state=memory, **call)
         return self._read_out(o), SlotState(*required(memory), normalizer) if options.output_final_state else None
 
     def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         q, k, v, logits = self._split(projected)
-        q, k, v, g = repeat_rows(q), repeat_rows(k), repeat_rows(v), self.decay_pair(logits, mask)
-        o, _ = slot_attention(q, k, v, g, **self._rule, reverse="second_half", backend=self.backend)
+        g, write = self.write_pair(backward, logits, mask)
+        q, k, v = repeat_rows(q), repeat_rows(k), repeat_rows(v)
+        o, _ = slot_attention(q, k, v, g, write=write, **self._rule, reverse="second_half", backend=self.backend)
         return self.norm.norm_pair(backward.norm, functional.silu(o.flatten(-2)))
 
     def scan_step(self, projected: Tensor, state: SlotState) -> tuple[Tensor, SlotState]:
         q, k, v, logits = self._split(projected)
-        g, normalizer = self.decay_step(logits, state.normalizer)
+        g, write, normalizer = self.write_step(logits, state.normalizer)
         options = {**self._rule, "backend": self.step_backend}
-        o, memory = slot_attention_step(q, k, v, g, (state.keys, state.values), **options)
+        o, memory = slot_attention_step(q, k, v, g, (state.keys, state.values), write=write, **options)
         return self._read_out(o), SlotState(*memory, normalizer)
 
     def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> SlotState:

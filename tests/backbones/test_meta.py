@@ -19,6 +19,7 @@ from longseq.backbones.tokens import TokenBackbone
 
 # Options that add parameters or buffers to those of a mixer's defaults.
 OPTIONS: dict[str, list[dict[str, Any]]] = {
+    "gsa": [{"data_dependent_gate": False}],
     "lattice": [{"forget_gate": False}],
     "vla": [{"convolution_width": 4}],
 }

@@ -415,30 +415,42 @@ def linear_attention(p: Weights, x: Tensor, o: Options) -> Tensor:
     return torch.stack(y)
 
 
-def slots(p: Weights, x: Tensor, o: Options, write: Callable[[Tensor], Tensor], silu_values: bool = False) -> Tensor:
-    """The layer of GSA; `write` computes the write strengths of slots, `[T, H, M]`, from logits."""
+def slots(
+    p: Weights, x: Tensor, o: Options, write: Callable[[Tensor], tuple[Tensor, Tensor]], silu_values: bool = False
+) -> Tensor:
+    """The layer of GSA; `write` computes the decays and write strengths of slots, `[T, H, M]`, from logits."""
     H, M = o.get("num_heads", 4), o.get("num_slots", 64)
-    mixed, logits = cut(project(p, "in_proj", x), 3 * D_MODEL, H * M)
-    taken = write(logits.unflatten(-1, (H, M)))
+    if o.get("data_dependent_gate", True):
+        mixed, logits = cut(project(p, "in_proj", x), 3 * D_MODEL, H * M)
+    else:
+        mixed, logits = project(p, "in_proj", x), p["gate.logits"].flatten().repeat(TOKENS, 1)
+    kept, taken = write(logits.unflatten(-1, (H, M)))
     q, k, v = heads(H, *mixed.chunk(3, -1))
     q, k = (MAPS[o.get("feature_map", "silu")](part) for part in (q, k))
     v = MAPS["silu" if silu_values else o.get("feature_map", "silu")](v)
     keys, values, y = zeros(H, M, D_MODEL // H), zeros(H, M, D_MODEL // H), []
     for t in range(TOKENS):
-        keys = (1 - taken[t]).unsqueeze(-1) * keys + outer(taken[t], k[t])
-        values = (1 - taken[t]).unsqueeze(-1) * values + outer(taken[t], v[t])
+        keys = kept[t].unsqueeze(-1) * keys + outer(taken[t], k[t])
+        values = kept[t].unsqueeze(-1) * values + outer(taken[t], v[t])
         score = o.get("scale", 1) * read(keys.mT, q[t])
         y.append(normed(p, silu(read(values, MAPS[o.get("activation", "softmax")](score)).flatten()), o))
     return torch.stack(y)
 
 
 def gsa(p: Weights, x: Tensor, o: Options) -> Tensor:
-    temperature = o.get("gate_temperature", 8)
-    return slots(p, x, o, lambda logits: 1 - sigmoid(logits) ** (1 / temperature), silu_values=True)
+    def write(logits: Tensor) -> tuple[Tensor, Tensor]:
+        kept = sigmoid(logits) ** (1 / o.get("gate_temperature", 8))
+        return kept, 1 - kept
+
+    return slots(p, x, o, write, silu_values=True)
 
 
 def abc(p: Weights, x: Tensor, o: Options) -> Tensor:
-    return slots(p, x, o, lambda logits: logits.exp() / logits.exp().cumsum(0))
+    def write(logits: Tensor) -> tuple[Tensor, Tensor]:
+        taken = logits.exp() / logits.exp().cumsum(0)
+        return 1 - taken if o.get("renormalize", True) else torch.ones_like(taken), taken
+
+    return slots(p, x, o, write)
 
 
 def compression(p: Weights, x: Tensor, o: Options, learn: Callable[..., Tensor]) -> Tensor:
@@ -524,7 +536,7 @@ SLOTS: list[Options] = [
 ]  # fmt: skip
 SCANS: list[Options] = [{}, {"state_size": 3, "rate_rank": 2}, {"expand": 3, "convolution_width": 2}]
 CASES: dict[Layer, list[Options]] = {
-    abc: [{}, *SLOTS],
+    abc: [{}, *SLOTS, {"num_slots": 3, "renormalize": False}],
     comba: [{}, {"num_heads": 2}, {"negative_eigenvalues": True}],
     delta_product: [{}, {"num_heads": 2, "steps": 3}, {"steps": 1, "negative_eigenvalues": False}],
     deltanet: [{}, *ONE_KEY, {"num_heads": 2}, {"negative_eigenvalues": True}, {"norm_eps": 1.0}],
@@ -533,7 +545,7 @@ CASES: dict[Layer, list[Options]] = {
     gdn2: [{}, {"num_heads": 2, "expand_v": 2.0}, {"gate_bound": -5.0, "negative_eigenvalues": True}],
     gla: [{}, {"num_heads": 2, "expand_k": 1.0, "expand_v": 2.0}, {"gate_rank": 3, "gate_temperature": 1.0},
           {"norm_eps": 1.0}, {"feature_map": "relu", "output_gate": False}],
-    gsa: [{}, *SLOTS, {"num_slots": 3, "gate_temperature": 2.0}],
+    gsa: [{}, *SLOTS, {"num_slots": 3, "data_dependent_gate": False}, {"num_slots": 3, "gate_temperature": 2.0}],
     hgrn2: [{}, {"num_heads": 2, "lower_bound": 0.3}, {"norm_eps": 1.0}],
     kda: [{}, {"num_heads": 2, "expand_k": 0.5, "expand_v": 2.0}, {"gate_bound": -5.0, "output_gate": "full"},
           {"negative_eigenvalues": True, "convolution_width": 0}],

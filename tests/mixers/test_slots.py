@@ -1,14 +1,16 @@
-"""ABC: logits of any size."""
+"""Gated slot attention and ABC: logits of any size, and pairs."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from longseq import mixers
+from longseq.mixers import ScanOptions
 
 D_MODEL, TOKENS, SLOTS = 16, 19, 6
 
@@ -41,3 +43,17 @@ def test_extreme_logits_are_safe() -> None:
         y.square().sum().backward()
         assert projected.grad is not None
         assert projected.grad.isfinite().all()
+
+
+@pytest.mark.parametrize(("name", "option"), [("gsa", {"data_dependent_gate": False}), ("abc", {"renormalize": False})])
+def test_a_pair_sums_its_scans(name: str, option: dict[str, Any]) -> None:
+    forward, backward = (make(name, **option) for _ in range(2))
+    with torch.no_grad():
+        for parameter in backward.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    projected = forward.project_in(make_tokens()).detach()
+    mask = torch.arange(projected.shape[1]) < torch.tensor([[projected.shape[1]], [11]])
+    expected = forward.scan(projected, None, ScanOptions(None, mask))[0]
+    expected = expected + backward.scan(projected, None, ScanOptions(None, mask, True))[0]
+    actual = forward.scan_pair(backward, projected, mask)
+    torch.testing.assert_close(actual[mask], expected[mask])
