@@ -29,7 +29,6 @@ def make(mixer: str = "deltanet", depth: int = 1, **options: Any) -> TextClassif
     model = TextClassifier(num_classes=3, vocab_size=VOCABULARY, d_model=16, depth=depth, mixer=mixer, **options)
     model = without_zeros(model).double()
     with torch.no_grad():  # so that tokens, and not rounding, determine the output
-        model.body.embedding.weight.mul_(50)
         model.head.weight.mul_(50)
     return model
 
