@@ -88,7 +88,7 @@ class TokenBackbone(PretrainedModel, nn.Module):
             of names over the blocks (see `longseq.mixers.pattern.expand_pattern`) and `{name: keywords}`.
         direction: forward, bidirectional or alternating (see `longseq.blocks.reading`). It sets the `causal` of
             attention, which sees all tokens in one pass for bidirectional. Each mixer of a hybrid alternates by itself.
-        share_directions: what both readings of a bidirectional layer share: projections, all or none.
+        share_directions: what both readings of a bidirectional layer share: projections or none.
         merge: sum or mean of the two readings.
         mlp: swiglu, gelu, rwkv and rwkv7 (the channel mixings of RWKV-4 and RWKV-7, which also read the token before;
             only for direction="forward"), or None for blocks without an MLP.

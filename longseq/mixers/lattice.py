@@ -86,7 +86,5 @@ class Lattice(CompressionMixer):
         return {**self.recurrence, "threshold": threshold}
 
     def scan_flops(self, tokens: int) -> int:
-        entries = self.d_model * self.num_slots
         operations = FLOPS_PER_ENTRY[self.recurrence["objective"]] + FLOPS_PER_SPARSE_ENTRY * (self.sparsity > 0)
-        convolutions = self.query_convolution.flops(tokens) + self.key_convolution.flops(tokens)
-        return tokens * operations * entries + convolutions
+        return tokens * operations * self.d_model * self.num_slots

@@ -71,7 +71,7 @@ def test_padding_moves_no_borders_of_chunks(name: str, place: str, reverse: bool
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", ["projections", "none", "all"])
+@pytest.mark.parametrize("share", ["projections", "none"])
 @pytest.mark.parametrize("name", ["lattice", "ttt"])
 def test_a_classifier_of_chunks_scores_padded_documents_as_if_alone(name: str, share: str) -> None:
     torch.manual_seed(0)

@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class Telemetry(Callback):
-    """Logs `watch/LAYER/NAME` for everything that the mixers report (see `longseq.mixers.Mixer.observe`).
+    """Logs `watch/LAYER/state_norm`, the norm of the memory in each mixer's state.
 
     Every `every_n_steps` updates, the first process runs `examples` of the batch through the body of the model once
     more (see `TrainedModule.observe`): in evaluation mode, without gradients, in the precision of the training. The

@@ -36,7 +36,6 @@ def test_each_reading_has_its_charts(tiny, tmp_path):
         norms = found[f"watch/blocks.0.{order}/state_norm"]
         assert list(norms) == [9, 19]
         assert all(norm > 0 for norm in norms.values())
-        assert 0 <= found[f"watch/blocks.0.{order}/gate_saturation"][9] <= 1
     rows, back = (found[f"watch/blocks.0.{order}/state_norm"] for order in ("forward", "backward"))
     assert rows != back
 
