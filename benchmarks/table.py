@@ -192,7 +192,7 @@ def compared() -> str:
         _, seconds, losses = zip(*row["curve_val/loss"], strict=True)
         lines.append(
             [
-                name_of(row, prose["kind"], row["model"]),
+                name_of(row, prose["kind"], row["model"], "text_prose"),
                 f"{row['learning_rate']:g}",
                 f"{bits(row):.3f}",
                 f"{bits(other):.3f}" if other else "",
@@ -208,8 +208,8 @@ def compared() -> str:
 
 def context() -> str:
     """Losses of the same models beyond the length of their training, with less context, and on repetitions."""
-    rows = read("text_context")["rows"]
-    lines = [[row["model"], *(row[key].split()[0] for key in CONTEXT)] for row in rows]
+    rows, name = read("text_context")["rows"], "text_context"
+    lines = [[name_of(row, "accuracy", row["model"], name), *(row[key].split()[0] for key in CONTEXT)] for row in rows]
     return draw(["mixer", *CONTEXT.values()], lines) + "\n" + surroundings(rows)
 
 

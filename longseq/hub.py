@@ -9,7 +9,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from longseq.tokenizer_files import GENERATION_FILE, SETTINGS_FILE, TOKENIZER_FILE
-from longseq.version import installed_version
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -64,17 +63,3 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         return load_file(folder / WEIGHTS_FILE)
     files = {name: load_file(folder / name) for name in set(places.values())}
     return {name: files[place][name] for name, place in places.items()}
-
-
-def upload(
-    folder: Path, repo_id: str, *, private: bool, token: str | None, revision: str | None, commit_message: str
-) -> str:
-    """Upload a model's folder; a README.md in the repository is kept. Returns the commit's URL."""
-    from huggingface_hub import HfApi
-
-    api = HfApi(token=token, library_name="longseq", library_version=installed_version())
-    repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-    if api.file_exists(repo_id=repo_id, filename=CARD_FILE, revision=revision):
-        (folder / CARD_FILE).unlink()
-    commit = api.upload_folder(repo_id=repo_id, folder_path=folder, revision=revision, commit_message=commit_message)
-    return commit.commit_url

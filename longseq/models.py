@@ -42,7 +42,7 @@ from torch import Tensor, distributed, nn
 
 from longseq.arguments import KeepsArguments, check_choice
 from longseq.blocks.sharding import has_shards, unsharded_class
-from longseq.hub import CARD_FILE, CONFIG_FILE, HUB, INDEX_FILE, WEIGHTS_FILE, find_source, read_weights, upload
+from longseq.hub import CARD_FILE, CONFIG_FILE, HUB, INDEX_FILE, WEIGHTS_FILE, find_source, read_weights
 from longseq.mixers import Mixer
 from longseq.model_card import model_card
 from longseq.plugin_models import describe_plugin_model, is_plugin_model, rebuild_plugin_model
@@ -261,10 +261,18 @@ def push_to_hub(
     A README.md in the repository is kept. `token` defaults to the one of `huggingface_hub.login`. Returns the commit's
     URL.
     """
-    options: dict[str, Any] = {"private": private, "token": token, "revision": revision}
+    from huggingface_hub import HfApi
+
     with TemporaryDirectory() as folder:
         save_pretrained(model, folder, metrics=metrics)
-        return upload(Path(folder), repo_id, **options, commit_message=commit_message)
+        api = HfApi(token=token, library_name="longseq", library_version=installed_version())
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        if api.file_exists(repo_id=repo_id, filename=CARD_FILE, revision=revision):
+            Path(folder, CARD_FILE).unlink()
+        commit = api.upload_folder(
+            repo_id=repo_id, folder_path=folder, revision=revision, commit_message=commit_message
+        )
+        return commit.commit_url
 
 
 def from_pretrained(

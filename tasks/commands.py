@@ -25,9 +25,8 @@ class FromCheckpoint(Command):
 class Evaluate(FromCheckpoint):
     """The keys of `longseq evaluate`."""
 
-    split: Literal["test", "val"] = key("test", "the split to measure, if input is null")
-    input: str | Names | None = key(None, "text as `longseq prepare` reads it: a language model scores each document")
-    output: str | None = key(None, "a json file for the metrics, or with input a .jsonl; null: in the run folder")
+    split: Literal["test", "val"] = key("test", "the split to measure")
+    output: str | None = key(None, "a json file for the metrics; null: in the run folder")
     data: dict[str, Any] = key({}, "keys of data with other values than in training")
     trainer: TrainerKeys = key(..., "devices and precision")
 

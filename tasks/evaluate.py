@@ -1,4 +1,4 @@
-"""`longseq evaluate`: measure a checkpoint on its own data, on other data of its kind, or on documents one by one."""
+"""`longseq evaluate`: measure a checkpoint on its own data, or on other data of its kind."""
 
 import json
 import logging
@@ -35,8 +35,6 @@ def run(cfg: DictConfig) -> dict[str, float]:
     keys = read(Evaluate, config)
     split, checkpoint = keys.split, keys.checkpoint
     changes = {key: value for key, value in keys.data.items() if value is not None}
-    if keys.input is not None:
-        return _evaluate_documents(keys, config, changes)
     loaded = checkpoints.load(checkpoint, weights=keys.weights, tasks=registry.names())
     task = registry.get(loaded.task_name)
     changes = read_part(task.config.data, changes, "data")
@@ -85,30 +83,3 @@ def _write(
     output.parent.mkdir(parents=True, exist_ok=True)
     write_text(output, json.dumps(written, indent=2) + "\n")
     print_rows([*rows, ("written", shorten(output))])
-
-
-def _evaluate_documents(keys: Evaluate, config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, float]:
-    """Write the log-probability of each document of `keys.input`; print the totals and return their metrics."""
-    from longseq.tasks.lm.likelihood import score_documents
-    from longseq.tasks.text.sources import TEXT, Columns, find_parts
-    from longseq.tasks.text.tokenizer import TextInfo
-
-    assert keys.input is not None
-    inputs = [keys.input] if isinstance(keys.input, str) else keys.input
-    columns = Columns(changes.get("column", TEXT.text), changes.get("prompt_column"))
-    output = Path(keys.output or _run_folder(keys.checkpoint) / f"evaluation_{Path(inputs[0]).stem}.jsonl")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    trainer = build_trainer(config)
-    loaded = checkpoints.load(keys.checkpoint, weights=keys.weights, tasks=["lm"])
-    with trainer.precision_plugin.forward_context():
-        found = score_documents(
-            loaded.backbone.to(trainer.strategy.root_device),  # type: ignore[arg-type]
-            TextInfo.from_dict(loaded.data).make_tokenizer(),
-            find_parts(inputs, columns),
-            columns,
-            output,
-            changes.get("eval_batch_size", EVALUATION_BATCH),
-        )
-    rows = [(name, f"{value:.4f}" if isinstance(value, float) else str(value)) for name, value in found.items()]
-    print_rows([*rows, ("written", shorten(output))])
-    return {name: value for name, value in found.items() if isinstance(value, float)}

@@ -158,7 +158,6 @@ class TextClassifier(PretrainedModel, nn.Module):
 
             share_directions="projections"  both scans are copies of the one scan, with the mixer's pair of projections
             share_directions="none"         two copies of the whole mixer
-            share_directions="all"          the mixer itself reads both ways
 
         Each layer then gives the mean of both readings, as large as before: with merge="sum" its output projections are
         halved.

@@ -139,7 +139,7 @@ class ImageBackbone(PretrainedModel, nn.Module):
         direction: forward, bidirectional, cross or alternating (see `longseq.blocks.reading`). It sets the `causal` of
             attention, which sees all tokens in one pass for bidirectional and cross. Each mixer of a hybrid alternates
             by itself.
-        share_directions: what several readings of the image share: projections, all or none.
+        share_directions: what several readings of the image share: projections or none.
         merge: sum of the readings, as in Vim's paper, or their mean, as in its published models.
         backend: the kernel backend of mixers and norms; auto takes the first that can run.
         class_token: middle, first or none, its index in the sequence that blocks read. In features, and in what hooks

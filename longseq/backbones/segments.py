@@ -73,10 +73,8 @@ def read_in_segments(
     body = model.body
     segment = whole_chunks(model, segment)
     row, bounds = _as_row(tokens, cu_seqlens, mask)
-    steps = _choose_gradients(_cut(bounds, segment), gradient_segments)
-    pooling = _RunningPooling(model.pooling)
-    reader = _Stream(model, pooling) if body.direction == "forward" else _Sweep(model, pooling)
-    found = list(reader.read(row, steps))
+    reader = _Reader(model, row, _cut(bounds, segment), gradient_segments)
+    found = list(reader.stream() if body.direction == "forward" else reader.sweep())
     if not found:
         return model.classify(body.embedding.weight.new_zeros(len(bounds) - 1, body.d_model))
     vectors = torch.cat([vectors for _, vectors in found])
@@ -127,7 +125,7 @@ def _find_in_layer(reading: Mixer[Any] | Directions) -> str | None:
 
 @dataclass(frozen=True)
 class _Step:
-    """Pieces of documents that are read together: the tokens from `start` to `stop` of the row.
+    """Pieces of documents that are read together: the tokens from `start` on of the row.
 
     Only the first piece can continue a document from the step before, which had `offset` tokens so far. A piece that
     goes on in the next step is the only one; `left` counts the further steps of its document. `borders` of the pieces
@@ -139,25 +137,6 @@ class _Step:
     documents: tuple[int, ...]
     offset: int
     left: int
-    has_gradient: bool = True
-    recompute: bool = False
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.borders[-1]
-
-    @property
-    def continues(self) -> bool:
-        return self.offset > 0
-
-    @property
-    def goes_on(self) -> bool:
-        return self.left > 0
-
-    @property
-    def ending(self) -> tuple[int, ...]:
-        """The numbers of the documents that end in this step."""
-        return () if self.goes_on else self.documents
 
     def packing(self, device: torch.device) -> Packing | None:
         """The borders of the pieces; None for one piece."""
@@ -168,13 +147,6 @@ class _Step:
         places = [torch.arange(end - start) for start, end in pairwise(self.borders)]
         places[0] += self.offset
         return torch.cat(places)[None].to(device)
-
-    def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function without gradients, with recorded ones, or with recomputed ones."""
-        if not self.has_gradient:
-            with torch.no_grad():
-                return function(*args)
-        return checkpoint_if(self.recompute, function, *args)
 
 
 def _as_row(tokens: Tensor, cu_seqlens: Tensor | Packing | None, mask: Tensor | None) -> tuple[Tensor, list[int]]:
@@ -203,15 +175,6 @@ def _cut(bounds: Sequence[int], segment: int) -> list[_Step]:
     return steps
 
 
-def _choose_gradients(steps: list[_Step], gradient_segments: int | None) -> list[_Step]:
-    """Mark the steps with gradients, and recompute them if more of them have gradients than may be kept."""
-    kept = [gradient_segments is None or step.left < gradient_segments for step in steps]
-    recompute = sum(kept) > (gradient_segments or 1)
-    return [
-        replace(step, has_gradient=gradient, recompute=recompute) for step, gradient in zip(steps, kept, strict=True)
-    ]
-
-
 def _pack(borders: Sequence[int], device: torch.device) -> Packing | None:
     """The packing of several documents, None for a single one."""
     return None if len(borders) == 2 else Packing(torch.tensor(borders), device=device)
@@ -229,13 +192,13 @@ class _RunningPooling:
 
         `features` are `[1, T, D]`; `gathered` belongs to the document that the step continues.
         """
-        if not (step.continues or step.goes_on):
+        if not (step.offset or step.left):
             return self.pooling(features, packing=step.packing(features.device)), None
         size = step.borders[1]
         own = self._gather(features[:, :size])
         if gathered is not None:
             own = self._merge(gathered, own)
-        if step.goes_on:
+        if step.left:
             return features.new_zeros(0, features.shape[2]), own
         vector = (own[0] if len(own) == 1 else own[2] / own[1]).to(features.dtype)[None]
         if len(step.documents) == 1:
@@ -268,127 +231,116 @@ class _RunningPooling:
         return most, total, weighted
 
 
-class _Stream:
-    """Reads documents once, through all layers of a model that reads forward."""
+class _Reader:
+    """Reads the steps of a row of documents; yields the documents that end in each step with their pooled features."""
 
-    def __init__(self, model: TextClassifier, pooling: _RunningPooling) -> None:
-        self.model, self.body, self.pooling = model, model.body, pooling
-        self.device = model.body.embedding.weight.device
+    def __init__(
+        self, model: TextClassifier, row: Tensor, steps: list[_Step], gradient_segments: int | None = None
+    ) -> None:
+        self.model, self.body, self.pooling = model, model.body, _RunningPooling(model.pooling)
+        self.weight = model.body.embedding.weight
+        self.row, self.steps = row, steps
+        self.gradient_segments = gradient_segments
+        # Activations are recomputed if more steps have gradients than may be kept.
+        self.recompute = sum(map(self._has_gradient, steps)) > (gradient_segments or 1)
 
-    def read(self, row: Tensor, steps: list[_Step]) -> Iterator[Pooled]:
-        """The documents that end in each step, with their pooled features."""
-        carried: tuple[Any, Any] = (None, None)
-        for step in steps:
-            tokens = _tokens_of(step, row, self.model).to(self.device)
-            vectors, *carried = step.run(partial(self._read, step), tokens, *carried)
-            yield step.ending, vectors
+    def stream(self) -> Iterator[Pooled]:
+        """Read once, through all layers of a model that reads forward."""
+        yield from self._pooled(self._carry(self._read))
 
-    def _read(self, step: _Step, tokens: Tensor, state: Any, gathered: Gathered | None) -> tuple[Any, Any, Any]:
-        tokens, added = _embed_ngrams(step, tokens, self.model)
-        read = partial(self.body.forward_features, tokens, added=added)
-        features, last = _read_from(state, step, read, self.body.initial_state, self.body.embedding.weight)
-        vectors, gathered = self.pooling.read(features, step, gathered)
-        return vectors, last, gathered
-
-
-class _Sweep:
-    """Reads documents layer by layer: each layer forward, backward or both ways, with a carried state for each way."""
-
-    def __init__(self, model: TextClassifier, pooling: _RunningPooling) -> None:
-        self.model, self.body, self.pooling = model, model.body, pooling
-        self.device = model.body.embedding.weight.device
-
-    def read(self, row: Tensor, steps: list[_Step]) -> Iterator[Pooled]:
-        """The documents that end in each step, with their pooled features."""
-        residual = [
-            step.run(partial(self._embed, step), _tokens_of(step, row, self.model).to(self.device)) for step in steps
-        ]
+    def sweep(self) -> Iterator[Pooled]:
+        """Read layer by layer: each layer forward, backward or both ways, with a carried state for each way."""
+        # The residual `[1, T, D]` of every step, or `Carried`, which each block replaces.
+        x: list[Any] = [self._run(self._embed, step) for step in self.steps]
         for block in self.body.blocks:
-            if isinstance(block.mixer, Directions):
-                self._read_both_ways(block, residual, steps)
-            else:
-                self._read_one_way(block, residual, steps)
-        gathered = None
-        for index, step in enumerate(steps):
-            vectors, gathered = step.run(partial(self._pool, step), residual[index], gathered)
-            residual[index] = None
-            yield step.ending, vectors
+            if not isinstance(block.mixer, Directions):
+                for index, y in self._carry(partial(self._call, block), x, backward=block.mixer.reverse):
+                    x[index] = y
+                continue
+            assert len(block.mixer.orders) == 2, "token models read forward, backward, or both ways"
+            behind: list[Any] = [None] * len(x)
+            for index, y in self._carry(partial(self._scan, block, 1), x, backward=True):
+                behind[index] = y
+            for index, y in self._carry(partial(self._join, block), x, behind):
+                x[index], behind[index] = y, None
+        yield from self._pooled(self._carry(self._pool, x))
 
-    def _embed(self, step: _Step, tokens: Tensor) -> Tensor:
-        tokens, added = _embed_ngrams(step, tokens, self.model)
-        places = None if self.body.positions is None else step.positions(self.device)
+    def _carry(
+        self, read: Callable[..., tuple[Any, Any]], *inputs: list[Any], backward: bool = False
+    ) -> Iterator[tuple[int, Any]]:
+        """Call `read(step, *inputs, state)` for one step after the other; yields the step's index and the output."""
+        state = None
+        order = range(len(self.steps))
+        for index in reversed(order) if backward else order:
+            output, state = self._run(read, self.steps[index], *(each[index] for each in inputs), state)
+            yield index, output
+
+    def _run(self, function: Callable[..., Any], step: _Step, *args: Any) -> Any:
+        """Call a function without gradients, with recorded ones, or with recomputed ones."""
+        if self._has_gradient(step):
+            return checkpoint_if(self.recompute, function, step, *args)
+        with torch.no_grad():
+            return function(step, *args)
+
+    def _has_gradient(self, step: _Step) -> bool:
+        return self.gradient_segments is None or step.left < self.gradient_segments
+
+    def _pooled(self, vectors: Iterator[tuple[int, Tensor]]) -> Iterator[Pooled]:
+        for index, pooled in vectors:
+            step = self.steps[index]
+            yield () if step.left else step.documents, pooled
+
+    def _tokens(self, step: _Step) -> tuple[Tensor, Tensor | None]:
+        """The tokens `[1, T]` of a step, and the embeddings of the n-grams that end at them (None without n-grams)."""
+        device, ngrams = self.weight.device, self.model.ngrams
+        reach = 0 if ngrams is None else min(step.offset, ngrams.longest - 1)
+        tokens = self.row[None, step.start - reach : step.start + step.borders[-1]].long().to(device)
+        context, own = tokens[:, :reach], tokens[:, reach:]
+        return own, None if ngrams is None else ngrams(own, step.positions(device), context)
+
+    def _read(self, step: _Step, carried: tuple[Any, Gathered | None] | None) -> tuple[Tensor, Any]:
+        state, gathered = carried or (None, None)
+        tokens, added = self._tokens(step)
+        read = partial(self.body.forward_features, tokens, added=added)
+        features, state = self._read_from(state, step, read, self.body.initial_state)
+        vectors, gathered = self.pooling.read(features, step, gathered)
+        return vectors, (state, gathered)
+
+    def _embed(self, step: _Step) -> Tensor:
+        tokens, added = self._tokens(step)
+        places = None if self.body.positions is None else step.positions(tokens.device)
         return self.body.embed(tokens, places, added)
 
-    def _pool(self, step: _Step, x: Any, gathered: Gathered | None) -> tuple[Any, Any]:
+    def _pool(self, step: _Step, x: Any, gathered: Gathered | None) -> tuple[Tensor, Gathered | None]:
         return self.pooling.read(self.body.norm(residual_of(x)), step, gathered)
 
-    # Each of these replaces the residual `[1, T, D]` of every step, or `Carried`, by that after the block.
+    def _call(self, block: Any, step: _Step, x: Any, state: Any) -> tuple[Any, Any]:
+        return self._read_from(state, step, partial(block, x), block.mixer.initial_state, block.mixer.reverse)
 
-    def _read_both_ways(self, block: Any, residual: list[Any], steps: list[_Step]) -> None:
-        orders = range(len(block.mixer.orders))
-        assert list(orders) == [0, 1], "token models read forward, backward, or both ways"
-        backward: list[Any] = [None] * len(steps)
-        state = None
-        for index in reversed(range(len(steps))):
-            step = steps[index]
-            backward[index], state = step.run(partial(self._scan, step, block, 1), residual[index], state)
-        for index, step in enumerate(steps):
-            residual[index], state = step.run(partial(self._join, step, block), residual[index], backward[index], state)
-            backward[index] = None
-
-    def _scan(self, step: _Step, block: Any, order: int, x: Any, state: Any) -> tuple[Tensor, Any]:
+    def _scan(self, block: Any, order: int, step: _Step, x: Any, state: Any) -> tuple[Tensor, Any]:
         """Read a step in one order of a layer; returns the output and the state for the next step in this order."""
-        read, initial = (
-            partial(block.mixer.read_order, order, block.receive(x)),
-            block.mixer.readers[order].initial_state,
-        )
-        return _read_from(state, step, read, initial, self.body.embedding.weight, backward=order == 1)
+        read = partial(block.mixer.read_order, order, block.receive(x))
+        return self._read_from(state, step, read, block.mixer.readers[order].initial_state, backward=order == 1)
 
-    def _join(self, step: _Step, block: Any, x: Any, backward: Tensor, state: Any) -> tuple[Any, Any]:
-        forward, state = self._scan(step, block, 0, x, state)
-        x, y, values = block.take(x, block.mixer.join([forward, backward]))
-        return carry(block.add_branches(x, y, step.packing(self.device)), values), state
+    def _join(self, block: Any, step: _Step, x: Any, behind: Tensor, state: Any) -> tuple[Any, Any]:
+        ahead, state = self._scan(block, 0, step, x, state)
+        x, y, values = block.take(x, block.mixer.join([ahead, behind]))
+        return carry(block.add_branches(x, y, step.packing(y.device)), values), state
 
-    def _read_one_way(self, block: Any, residual: list[Any], steps: list[_Step]) -> None:
-        order = range(len(steps))
-        state = None
-        for index in reversed(order) if block.mixer.reverse else order:
-            step = steps[index]
-            residual[index], state = step.run(partial(self._call, step, block), residual[index], state)
+    def _read_from(
+        self, carried: Any, step: _Step, read: Callable[..., Any], initial_state: Callable[..., Any],
+        backward: bool = False,
+    ) -> tuple[Any, Any]:  # fmt: skip
+        """Call `read` with the states before the pieces of a step, of which the first one that is read has `carried`.
 
-    def _call(self, step: _Step, block: Any, x: Any, state: Any) -> tuple[Any, Any]:
-        weight = self.body.embedding.weight
-        return _read_from(state, step, partial(block, x), block.mixer.initial_state, weight, block.mixer.reverse)
-
-
-def _tokens_of(step: _Step, row: Tensor, model: TextClassifier) -> Tensor:
-    """The tokens `[1, C + T]` of a step, after the C tokens before them that n-grams need."""
-    reach = 0 if model.ngrams is None else min(step.offset, model.ngrams.longest - 1)
-    return row[None, step.start - reach : step.stop].long()
-
-
-def _embed_ngrams(step: _Step, tokens: Tensor, model: TextClassifier) -> tuple[Tensor, Tensor | None]:
-    """The tokens `[1, T]` of a step, and the embeddings of the n-grams that end at them (None without n-grams)."""
-    if model.ngrams is None:
-        return tokens, None
-    context, own = tokens.split([tokens.shape[1] - step.borders[-1], step.borders[-1]], dim=1)
-    return own, model.ngrams(own, step.positions(tokens.device), context)
-
-
-def _read_from(
-    carried: Any, step: _Step, read: Callable[..., Any], initial_state: Callable[..., Any], like: Tensor,
-    backward: bool = False,
-) -> tuple[Any, Any]:  # fmt: skip
-    """Call `read` with the states before the pieces of a step, of which the first one that is read has `carried`.
-
-    Returns what `read` returns: its output, and the state for the next step.
-    """
-    others = len(step.documents) - 1
-    if carried is not None and others:
-        fresh = initial_state(others, like.device, like.dtype)
-        pairs = zip(state_tensors(carried), state_tensors(fresh), strict=True)
-        joined = [torch.cat([own.to(other.dtype), other][:: -1 if backward else 1]) for (_, own), (_, other) in pairs]
-        carried = fill_state(fresh, joined)
-    wanted = step.continues if backward else step.goes_on
-    y, last = read(carried, cu_seqlens=step.packing(like.device), output_final_state=wanted)
-    return y, map_state(lambda x: x[:1], last) if backward and wanted else last
+        Returns what `read` returns: its output, and the state for the next step.
+        """
+        device, others = self.weight.device, len(step.documents) - 1
+        if carried is not None and others:
+            fresh = initial_state(others, device, self.weight.dtype)
+            pairs = zip(state_tensors(carried), state_tensors(fresh), strict=True)
+            joined = [torch.cat([own.to(new.dtype), new][:: -1 if backward else 1]) for (_, own), (_, new) in pairs]
+            carried = fill_state(fresh, joined)
+        wanted = bool(step.offset if backward else step.left)
+        y, last = read(carried, cu_seqlens=step.packing(device), output_final_state=wanted)
+        return y, map_state(lambda x: x[:1], last) if backward and wanted else last

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from longseq.arguments import copy_containers
 from longseq.blocks.channel_mixing import ChannelMixing7
 from longseq.blocks.residual import Block
-from longseq.mixers import Mixer, get, make_reading
+from longseq.mixers import Mixer, make_reading
 from longseq.mixers.pattern import Pattern, expand_pattern, options_by_name
 from longseq.models import RUN_ARGUMENTS
 
@@ -52,7 +51,7 @@ def build_blocks(
         reading = make_reading(
             name,
             d_model,
-            options=_options_of_layer(name, options[name], names[:index].count(name), names.count(name)),
+            options=options[name],
             direction=direction,
             # Counted for each mixer: else all layers of one mixer in a hybrid could alternate to the same direction.
             layer=names[:index].count(name),
@@ -71,34 +70,16 @@ def build_blocks(
     return blocks
 
 
-def _options_of_layer(mixer: str, options: Mapping[str, Any], layer: int, count: int) -> dict[str, Any]:
-    """The options of a mixer in the layer with index `layer` among its `count` layers."""
-    chosen = dict(options)
-    for option in get(mixer).options_in_turn:
-        values = chosen.get(option)
-        if isinstance(values, str) or not isinstance(values, Sequence):
-            continue
-        if not 0 < len(values) <= count:
-            raise ValueError(f"{option} has {len(values)} values in turn for {count} layers of {mixer}")
-        chosen[option] = values[layer % len(values)]
-    return chosen
-
-
 def mixer_options_of(
     pattern: Any, given: Mapping[str, Any] | None, layers: nn.ModuleList | nn.Sequential, without: Any = ()
 ) -> dict[str, Any]:
     """The complete options of the mixers in a stack of layers, in the form of a model's `mixer_options`.
 
-    Options that are `given` for mixers without a layer, or in turn for several layers, are kept.
+    Options that are `given` for mixers without a layer are kept.
     """
     options = options_by_name(pattern, given)
-    in_turn = {
-        name: {key: copy_containers(own[key]) for key in get(name).options_in_turn if key in own}
-        for name, own in options.items()
-    }
     left_out = ("d_model", *RUN_ARGUMENTS, *without)
     for name, layer in zip(expand_pattern(pattern, len(layers)), layers, strict=True):
         mixer = next(part for part in layer.modules() if isinstance(part, Mixer))
-        complete_options = {key: value for key, value in mixer.arguments.items() if key not in left_out}
-        options[name] = complete_options | in_turn[name]
+        options[name] = {key: value for key, value in mixer.arguments.items() if key not in left_out}
     return options if len(options) > 1 else next(iter(options.values()))

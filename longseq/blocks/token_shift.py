@@ -62,9 +62,6 @@ def latest_token(x: Tensor, *, packing: Packing | None = None, reverse: Reverse 
     """The token of each sequence of `x [B, T, ...]` that is read last; zeros for an empty sequence."""
     if not is_exporting() and x.shape[1] == 0:
         return x.new_zeros(x.shape[0] if packing is None else packing.count, *x.shape[2:])
-    if reverse == "second_half":
-        ahead, behind = halves(x)
-        return torch.cat((ahead[:, -1], behind[:, 0]))
     if packing is None:
         return x[:, 0] if reverse else x[:, -1]
     place = packing.cu_seqlens[:-1] if reverse else packing.cu_seqlens[1:] - 1

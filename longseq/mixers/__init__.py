@@ -1,40 +1,12 @@
 """Token mixers, registered by name: `create("deltanet", d_model=192)`, `mixer_names()`.
 
-To add a mixer, subclass `Mixer` in a file of its own, decorate it with `@register("name")` and import its module here.
-Commands (`mixer=name`), the contract tests, image models, export and `longseq describe` then include it.
+To add a mixer, subclass `Mixer` in a file of its own in this folder, and decorate it with `@register("name")`. Commands
+(`mixer=name`), the contract tests, image models, export and `longseq describe` then include it.
 """
 
-from longseq.mixers import (  # noqa: F401 - importing a module registers its mixers
-    abc,
-    attention,
-    baseconv,
-    based,
-    comba,
-    delta_product,
-    deltanet,
-    gated_deltanet,
-    gla,
-    gsa,
-    hgrn2,
-    hyena,
-    kda,
-    lattice,
-    linear_attention,
-    longhorn,
-    longhorn_exact,
-    mamba,
-    mamba2,
-    mamba3,
-    retnet,
-    rg_lru,
-    rwkv4,
-    rwkv6,
-    rwkv7,
-    supra,
-    ttt,
-    vla,
-    window_attention,
-)
+import importlib
+import pkgutil
+
 from longseq.mixers.base import Mixer, ScanOptions
 from longseq.mixers.cards import MixerCard, list_mixers
 from longseq.mixers.contract import LAWS, ContractError, check
@@ -58,3 +30,6 @@ __all__ = [
     "options",
     "register",
 ]
+
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")  # registers the mixers of the module

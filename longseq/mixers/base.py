@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, get_args
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from longseq.arguments import KeepsArguments
+from longseq.blocks.convolution import ShortConvolution
 from longseq.blocks.hooks import has_observers, step_by_call
 from longseq.blocks.pairs import repeat_rows
 from longseq.blocks.positions import Layout
@@ -31,7 +32,7 @@ class ScanOptions(NamedTuple):
     cu_seqlens: the borders of sequences packed into one row.
     mask: `[B, T]`, True at real tokens.
     reverse: True reads from the last token to the first; the given state is then the state after the tokens behind the
-        last one. "second_half" does so for the second half of the batch.
+        last one. "second_half", in `scan_pair` only, does so for the second half of the batch.
     output_final_state: False skips the state.
     """
 
@@ -69,12 +70,11 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
         own_backends: further backends, besides "auto" and "torch", of a class without `operations`.
         no_weight_decay_names: parameters exempt from weight decay (see `longseq.parameters`).
         learning_rate_scales: parameters that learn at a multiple of the others' rate, and the multiple.
-        options_in_turn: options that also take a list, which a model hands out in turn over its layers of this mixer.
         supports_noncausal: the constructor takes `causal=False`, with which one pass sees all tokens.
         reads_backwards: `scan` follows `ScanOptions.reverse`; other mixers are given flipped tokens.
         reads_pairs: the class defines `scan_pair`.
         growing_state: the state keeps all tokens, in their type. False: its size is constant, and its floating-point
-            tensors are float32 (float64 for float64 inputs). An instance may override True by False.
+            tensors are float32 (float64 for float64 inputs).
         preallocates: `preallocate` gives the state fixed buffers.
         recomputable: `recompute` saves memory. False if `scan` saves little more than its arguments.
         piece_multiple: cutting a sequence at multiples of this number of tokens, counted from the first token that the
@@ -99,7 +99,6 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
     supports_noncausal: ClassVar[bool] = False
     reads_backwards: ClassVar[bool] = False
     reads_pairs: ClassVar[bool] = False
-    options_in_turn: ClassVar[tuple[str, ...]] = ()
     preallocates: ClassVar[bool] = False
     recomputable: ClassVar[bool] = True
 
@@ -110,7 +109,7 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
     makes_values: bool = False
     reads_values: bool = False
 
-    # A callback that watches the layer puts a dictionary here, to which scans report (see `observe`).
+    # A callback that watches the layer puts a dictionary here, to which `read` reports the norm of the state's memory.
     observed: dict[str, Tensor] | None = None
 
     in_proj: nn.Linear | None
@@ -130,6 +129,11 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
             raise ValueError(f"{type(self).__name__} has no backend {backend!r}")
         self.d_model = d_model
         self.backend = backend
+
+    @property
+    def projections(self) -> list[nn.Linear]:
+        """The linear layers outside `scan`."""
+        return [layer for layer in (self.in_proj, self.out_proj) if layer is not None]
 
     @property
     def orders(self) -> tuple[str, ...]:
@@ -185,17 +189,22 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
     ) -> tuple[Tensor, StateT | None]:
         """`scan` in either direction, with activation checkpointing if the model sets `recompute`.
 
-        Mixers without `reads_backwards` flip the tokens before and after the scan; "second_half" is not for them.
+        Mixers without `reads_backwards` flip the tokens before and after the scan.
         """
-        packing, mask, reverse, _ = options
+        packing, mask, reverse, wanted = options
         turned = bool(reverse) and not self.reads_backwards
         if turned:
-            assert reverse is True
             projected, mask = projected.flip(1), None if mask is None else mask.flip(1)
             if packing is not None:  # the last sequence comes first, and so does its state
                 packing, state = packing.turned(), map_state(lambda x: x.flip(0), state)
             options = options._replace(cu_seqlens=packing, mask=mask, reverse=False)
+        if self.observed is not None:
+            options = options._replace(output_final_state=True)
         y, last = checkpoint_if(self.recompute and self.recomputable, self.scan, projected, state, options)
+        if self.observed is not None:
+            if (memory := getattr(last, "memory", None)) is not None:
+                self.observed["state_norm"] = mean_norm(memory).detach().float()
+            last = last if wanted else None
         if turned:
             y, last = y.flip(1), last if packing is None else map_state(lambda x: x.flip(0), last)
         return y, last
@@ -249,10 +258,10 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
     def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the sum of two scans: by this mixer from the first token on, and by `backward` from the last token on.
 
-        `backward` has the same class and options, and may be this mixer itself. Each operation over sequences runs once
+        `backward` has the same class and options. Each operation over sequences runs once
         for both scans and reads the second half of its rows from the end. Submodules are mostly bypassed, so
-        `Directions` calls `scan` instead where they have hooks or were replaced, where a callback watches (see
-        `observe`), and for packed rows.
+        `Directions` calls `scan` instead where they have hooks or were replaced, where a callback watches, and
+        for packed rows.
         """
         raise NotImplementedError
 
@@ -260,27 +269,14 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
         """Scan one projected token `[B, P]`; returns `[B, I]` and the state."""
         raise NotImplementedError
 
-    def needs_state(self, wanted: bool) -> bool:
-        """True if a scan must compute its last state: the caller wants it, or a callback watches."""
-        return wanted or self.observed is not None
-
     def call_options(self, options: ScanOptions) -> dict[str, Any]:
         """The options of an operation over sequences, except for the mask."""
         return {
-            "output_final_state": self.needs_state(options.output_final_state),
+            "output_final_state": options.output_final_state,
             "cu_seqlens": options.cu_seqlens,
             "reverse": options.reverse,
             "backend": self.backend,
         }
-
-    def observe(self, name: str, measure: Callable[[], Tensor]) -> None:
-        """Report a scalar about the scan, such as the norm of its state. `measure` runs only if a callback watches.
-
-        If a scan reports several numbers under one name, the last one is kept.
-        """
-        if self.observed is not None:
-            with torch.no_grad():
-                self.observed[name] = measure().detach().float()
 
     def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> StateT:
         """Return the state before the first token: a typed tuple of tensors `[batch, ...]`.
@@ -306,13 +302,17 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
         return None
 
     def scan_flops(self, tokens: int) -> int:
-        """Count the floating-point operations of `scan` over one sequence, the recurrence in its one-token form."""
+        """Count the floating-point operations of `scan` over one sequence, the recurrence in its one-token form.
+
+        Linear layers and short convolutions are left out: `flops` counts them.
+        """
         raise NotImplementedError
 
     def flops(self, tokens: int) -> int:
         """Count the floating-point operations of a forward pass over one sequence; a multiply-add counts as two."""
-        projections = sum(p.in_features * p.out_features for p in (self.in_proj, self.out_proj) if p is not None)
-        return 2 * tokens * projections + self.scan_flops(tokens)
+        convolutions = sum(part.flops(tokens) for part in self.modules() if isinstance(part, ShortConvolution))
+        layers = [part for part in self.modules() if isinstance(part, nn.Linear)]
+        return 2 * tokens * count_weights(layers) + convolutions + self.scan_flops(tokens)
 
     def reset_parameters(self) -> None:
         """Set the mixer's initial parameters and buffers, after the `reset_parameters` of submodules."""
@@ -328,6 +328,11 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
         for name in ("in_proj", "out_proj"):
             self._modules.pop(name, None)  # a None among the submodules is not what all tools for models expect
             setattr(self, name, None)
+
+
+def mean_norm(memory: Tensor) -> Tensor:
+    """The Frobenius norm of memories `[B, ..., K, V]`, or the norm of `[B, D]`, averaged over batch and heads."""
+    return memory.flatten(max(1, memory.ndim - 2)).norm(dim=-1).mean()
 
 
 def check_rows(x: Tensor, cu_seqlens: Tensor | Packing | None, mask: Tensor | None) -> Packing | None:
@@ -359,6 +364,11 @@ def add_readings(readings: Sequence[Tensor], channels: int, divisor: int = 1) ->
     if not has_values:
         return total
     return torch.cat((total, *(reading[..., channels:] for reading in readings)), dim=-1)
+
+
+def count_weights(layers: Iterable[nn.Linear]) -> int:
+    """The number of weights, without biases."""
+    return sum(layer.in_features * layer.out_features for layer in layers)
 
 
 Found = TypeVar("Found")

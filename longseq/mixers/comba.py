@@ -29,7 +29,6 @@ class Comba(GatedDeltaNet):
 
     Args:
         correction: the initial D, 0.02 for small models.
-        normalize_p: False: p = sigmoid(decay) k / ‖k‖, as in the paper's formula.
 
     Source: Comba: Improving Bilinear RNNs with Closed-loop Control (Hu et al., 2025), section 3.
     """
@@ -40,9 +39,8 @@ class Comba(GatedDeltaNet):
     no_weight_decay_names = ("A_log", "dt_bias", "D")
 
     @takes_also(GatedDeltaNet, without=("feature_map", "key_norm"))
-    def __init__(self, d_model: int, *, correction: float = 1.0, normalize_p: bool = True, **options: Any) -> None:
+    def __init__(self, d_model: int, *, correction: float = 1.0, **options: Any) -> None:
         self.correction = correction
-        self.normalize_p = normalize_p
         super().__init__(d_model, **options)
         self.decay = nn.Parameter(torch.ones(self.num_heads))
         self.D = nn.Parameter(torch.full((self.num_heads,), correction))
@@ -59,9 +57,7 @@ class Comba(GatedDeltaNet):
         q, k = (at_least_float32(x).unflatten(-1, (self.num_heads, -1)) for x in (q, k))
         p = self.decay.sigmoid().unsqueeze(-1) * k
         q = q - self.D.unsqueeze(-1) * p
-        q, unit_k, unit_p = (unit_torch(x, "l2") for x in (q, k, p))
-        p = unit_p if self.normalize_p else self.decay.sigmoid().unsqueeze(-1) * unit_k
-        q, k, p = (repeat_groups(x.to(inputs.dtype), self.num_value_heads) for x in (q, unit_k, p))
+        q, k, p = (repeat_groups(unit_torch(x, "l2").to(inputs.dtype), self.num_value_heads) for x in (q, k, p))
         return q, k, v.unflatten(-1, (self.num_value_heads, -1)), at_least_float32(logits).sigmoid(), p
 
     def _write(self, features: tuple[Tensor, ...], rate: Any, g: Any) -> dict[str, Any]:

@@ -18,7 +18,6 @@ from longseq.kernels import orthogonal_recurrence, orthogonal_recurrence_step
 from longseq.kernels.reading import Reverse
 from longseq.mixers.base import ALL_TOKENS, Device, Mixer, ScanOptions, memory_dtype, required
 from longseq.mixers.heads import choose_heads
-from longseq.mixers.measures import mean_norm, saturation
 from longseq.mixers.states import ConvolvedState
 
 GAMMA_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "softplus": functional.softplus}
@@ -97,19 +96,14 @@ class CompressionMixer(Mixer[ConvolvedState]):
     def scan(
         self, projected: Tensor, state: ConvolvedState | None = None, options: ScanOptions = ALL_TOKENS
     ) -> tuple[Tensor, ConvolvedState | None]:
-        packing, mask = options.cu_seqlens, options.mask
+        packing = options.cu_seqlens
         rows = projected.shape[0] if packing is None else packing.count
         convolution, memory = (None, self._first_memory(rows, projected.dtype)) if state is None else state
         shared, v, gate, rates = self._split(projected)
         q, last = self.query_convolution(shared, convolution, **options._asdict())
         k, _ = self.key_convolution(shared, convolution, **options._replace(output_final_state=False)._asdict())
         gamma, g = self._gamma(rates), self._log_decay(rates)
-        bounded = [gamma] if self.gamma_activation == "sigmoid" else []
-        bounded += [] if g is None else [g.exp()]
-        if bounded:
-            self.observe("gate_saturation", lambda: torch.stack([saturation(x, mask) for x in bounded]).mean())
         o, final = self._recur(q, k, v, gamma, g, memory, options)
-        self.observe("state_norm", lambda: mean_norm(final))
         y = o.flatten(-2) * functional.gelu(gate)
         return y, ConvolvedState(required(last), required(final)) if options.output_final_state else None
 

@@ -17,7 +17,6 @@ from longseq.kernels.reading import Reverse, halves
 from longseq.mixers.base import ScanOptions
 from longseq.mixers.gated_deltanet import GatedDeltaNet
 from longseq.mixers.heads import repeat_groups
-from longseq.mixers.measures import mean_norm
 from longseq.mixers.registry import register
 
 
@@ -62,7 +61,6 @@ class GatedDeltaProduct(GatedDeltaNet):
         self, call: dict[str, Any], g: Tensor | None, memory: Tensor | None, options: ScanOptions
     ) -> tuple[Tensor, Tensor | None]:
         packing, mask, reverse, _ = options
-        self._observe_write(call, g, mask)
         q, k, v, beta = call.values()
         assert g is not None
         if packing is not None:
@@ -76,7 +74,6 @@ class GatedDeltaProduct(GatedDeltaNet):
         q, k, v, beta, g = (_turn_steps(x, reverse).flatten(1, 2) for x in (q, k, v, beta, g))
         call = {"g": g, "scale": self.key_dim**-0.5, "initial_state": memory, **self.call_options(options)}
         o, memory = delta_rule(q, k, v, beta, **call)
-        self.observe("state_norm", lambda: mean_norm(memory))
         return _turn_steps(o.unflatten(1, (-1, self.steps)), reverse)[:, :, -1], memory
 
     def _recur_step(self, call: dict[str, Any], g: Tensor | None, memory: Tensor) -> tuple[Tensor, Tensor]:

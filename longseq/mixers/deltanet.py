@@ -19,7 +19,6 @@ from longseq.kernels.head_features import check_features
 from longseq.kernels.reading import halves
 from longseq.mixers.base import ALL_TOKENS, Device, Mixer, ScanOptions, memory_dtype, required
 from longseq.mixers.heads import choose_heads
-from longseq.mixers.measures import mean_norm, saturation
 from longseq.mixers.registry import register
 from longseq.mixers.states import ConvolvedState
 
@@ -106,13 +105,11 @@ class DeltaMixer(Mixer[ConvolvedState]):
     ) -> tuple[Tensor, Tensor | None]:
         """Run the recurrence over the arguments of `_write`; returns the outputs `[B, T, H, V]` and the last memory."""
         mask = options.mask
-        self._observe_write(call, g, mask)
         if mask is not None:
             erased = "beta" if "beta" in call else "write_key"
             call[erased], g = _hide(call[erased], mask), None if g is None else _hide(g, mask)
         call |= self.call_options(options)
         o, memory = delta_rule(**call, g=g, scale=self.key_dim**-0.5, initial_state=memory)
-        self.observe("state_norm", lambda: mean_norm(memory))
         return o, memory
 
     def scan_step(self, projected: Tensor, state: ConvolvedState) -> tuple[Tensor, ConvolvedState]:
@@ -175,16 +172,6 @@ class DeltaMixer(Mixer[ConvolvedState]):
         q, k, v, beta = features
         return {"q": q, "k": k, "v": v, "beta": 2 * beta if self.negative_eigenvalues else beta}
 
-    def _observe_write(self, call: dict[str, Any], g: Tensor | None, mask: Tensor | None) -> None:
-        beta: Any = call.get("beta")
-
-        def gate_saturation() -> Tensor:
-            gates = [beta / (2 if self.negative_eigenvalues else 1), *([] if g is None else [g.exp()])]
-            return torch.stack([saturation(x, mask) for x in gates]).mean()
-
-        if beta is not None:
-            self.observe("gate_saturation", gate_saturation)
-
     def _log_decay(self, rate: Any, backend: str) -> Tensor | None:
         """g `[..., H]` or `[..., H, K]`; None without a decay."""
         return None
@@ -206,9 +193,7 @@ class DeltaMixer(Mixer[ConvolvedState]):
     def scan_flops(self, tokens: int) -> int:
         # For each head, reading at the key, writing there and reading at the query take 2 K V each, and a decay K V.
         operations = 6 if type(self)._log_decay is DeltaMixer._log_decay else 7
-        recurrence = operations * self.num_value_heads * self.key_dim * self.value_dim
-        convolution = 0 if self.convolution is None else self.convolution.flops(tokens)
-        return tokens * recurrence + convolution
+        return tokens * operations * self.num_value_heads * self.key_dim * self.value_dim
 
 
 def _hide(x: Tensor, mask: Tensor) -> Tensor:

@@ -22,11 +22,10 @@ from longseq.blocks.reading import (
 )
 from longseq.blocks.traces import whole_in_traces
 from longseq.kernels.packing import Packing
-from longseq.kernels.reading import Reverse
 from longseq.mixers.base import Mixer, ScanOptions, add_readings, check_rows, hide_padding
 from longseq.mixers.registry import create, get
 
-SHARING = ("projections", "all", "none")
+SHARING = ("projections", "none")
 MERGES = ("sum", "mean")
 
 NO_STATE = "a reading in several directions has no state and no steps: use direction='forward'"
@@ -41,11 +40,9 @@ class Directions(nn.Module):
     recurrence) and n orders:
 
         projections   P + n S   a scan for each order between one pair of projections (Vim, Vision Longhorn)
-        all           P + S     one mixer; the orders are stacked along the batch
         none          n (P + S) a mixer for each order
 
-    In the state dict, `mixers.i` is the mixer of order i. `mixers.0` has the shared projections; with share="all" it is
-    the only mixer.
+    In the state dict, `mixers.i` is the mixer of order i. `mixers.0` has the shared projections.
 
     Mixers with `Mixer.scan_pair` read an order and its reverse in one call. They read one order after the other if a
     callback watches, if they or their submodules have hooks or were replaced (adapters, quantisation), and for packed
@@ -72,7 +69,7 @@ class Directions(nn.Module):
         self.orders = orders
         self.share = share
         self.merge = merge
-        mixers = [build() for _ in range(1 if share == "all" else len(orders))]
+        mixers = [build() for _ in orders]
         if share == "projections":
             for mixer in mixers[1:]:
                 mixer.release_projections()
@@ -83,7 +80,7 @@ class Directions(nn.Module):
     def readers(self) -> list[AnyMixer]:
         """The mixer of each order."""
         mixers: list[Any] = list(self.mixers)
-        return mixers * len(self.orders) if self.share == "all" else mixers
+        return mixers
 
     @property
     def makes_values(self) -> bool:
@@ -132,16 +129,12 @@ class Directions(nn.Module):
             ), None
         projected = first.project_in(x)
         # Operations read half of a batch backward, but packed sequences in one direction.
-        in_pairs = packing is None and first.reads_pairs and self._is_plain()
-        is_watched = any(mixer.observed is not None for mixer in readers)  # one call has one report for both mixers
-        if in_pairs and not is_watched:
+        is_watched = any(mixer.observed is not None for mixer in readers)  # a pair has no states to report
+        if packing is None and first.reads_pairs and not is_watched and self._is_plain():
             readings = self._read_pairs(projected, layout, mask)
-        elif packing is None and self.share == "all" and not (self.makes_values or self.reads_values):
-            readings = self._read_stacked(projected, layout, mask)
         else:
-            read = _read_twice if in_pairs and is_watched else partial(_read, packing=packing)
             pairs = zip(readers, self._inputs(projected), self.orders, strict=True)
-            readings = [read(mixer, own, order, layout, mask=mask) for mixer, own, order in pairs]
+            readings = [_read(mixer, own, order, layout, mask, packing) for mixer, own, order in pairs]
         return first.project_out(self._merge(readings)), None
 
     def read_order(
@@ -184,25 +177,9 @@ class Directions(nn.Module):
         orders, readers = self.orders[::2], self.readers
         pairs = zip(self._inputs(projected, 2), orders, strict=True)
         inputs = [reorder(own, order, layout) for own, order in pairs]
-        masks = None if mask is None else [reorder(mask, order, layout) for order in orders]
-        if self.share == "all":
-            stacked = readers[0].read_pair(readers[0], torch.cat(inputs), None if masks is None else torch.cat(masks))
-            readings = _unstack(stacked, len(orders))
-        else:
-            read = zip(readers[::2], readers[1::2], inputs, masks or len(orders) * (None,), strict=True)
-            readings = [forward.read_pair(backward, x, real) for forward, backward, x, real in read]
-        return [restore(reading, order, layout) for reading, order in zip(readings, orders, strict=True)]
-
-    def _read_stacked(self, projected: Tensor, layout: Layout | None, mask: Tensor | None) -> list[Tensor]:
-        """Read all orders in one batch; a mixer that `reads_backwards` reads the second half from the end."""
-        mixer, orders = self.readers[0], self.orders
-        reverse: Reverse = False
-        if mixer.reads_backwards:
-            orders, reverse = orders[::2] * 2, "second_half"
-        stacked = torch.cat([reorder(projected, order, layout) for order in orders])
-        masks = None if mask is None else torch.cat([reorder(mask, order, layout) for order in orders])
-        y, _ = _scan(mixer, stacked, ScanOptions(None, masks, reverse, output_final_state=False))
-        readings = _unstack(y, len(orders))
+        masks = [None if mask is None else reorder(mask, order, layout) for order in orders]
+        read = zip(readers[::2], readers[1::2], inputs, masks, strict=True)
+        readings = [forward.read_pair(backward, x, real) for forward, backward, x, real in read]
         return [restore(reading, order, layout) for reading, order in zip(readings, orders, strict=True)]
 
     def _inputs(self, x: Tensor, orders: int = 1) -> list[Tensor]:
@@ -219,9 +196,7 @@ class Directions(nn.Module):
 
     def flops(self, tokens: int) -> int:
         """Count the floating-point operations of a forward pass over one sequence; a multiply-add counts as two."""
-        readers = self.readers
-        repeated = (len(readers) - len(self.mixers)) * readers[0].scan_flops(tokens)
-        return sum(mixer.flops(tokens) for mixer in readers[: len(self.mixers)]) + repeated
+        return sum(mixer.flops(tokens) for mixer in self.readers)
 
     def extra_repr(self) -> str:
         return f"orders={self.orders}, share={self.share!r}, merge={self.merge!r}"
@@ -281,12 +256,6 @@ def named_readings(model: nn.Module) -> Iterator[tuple[str, AnyMixer | Direction
             yield name, module
 
 
-def _unstack(stacked: Tensor, count: int) -> list[Tensor]:
-    """Undo `torch.cat` of `count` readings along the batch."""
-    # Not `chunk`: the ONNX exporter does not know its sizes if the batch size is symbolic.
-    return list(stacked.unflatten(0, (count, -1)).unbind())
-
-
 def _read(
     mixer: AnyMixer, projected: Tensor, order: str, layout: Layout | None, mask: Tensor | None, packing: Packing | None
 ) -> Tensor:
@@ -296,23 +265,6 @@ def _read(
     projected = reorder(projected, along, layout)
     y, _ = _scan(mixer, projected, ScanOptions(packing, mask, reverse, output_final_state=False))
     return restore(y, along, layout)
-
-
-def _read_twice(mixer: AnyMixer, projected: Tensor, order: str, layout: Layout | None, mask: Tensor | None) -> Tensor:
-    """`_read` with the kernels that read the second half of a batch from the end: each row also stands there, turned.
-
-    A model that reads pairs has compiled these kernels, and not those that read a batch in one direction.
-    """
-    along, is_reversed = REVERSED.get(order, order), order in REVERSED
-
-    def twice(x: Tensor) -> Tensor:
-        x = reorder(x, along, layout)
-        return torch.cat((x.flip(1), x) if is_reversed else (x, x.flip(1)))
-
-    masks = None if mask is None else twice(mask)
-    y, _ = _scan(mixer, twice(projected), ScanOptions(None, masks, "second_half", output_final_state=False))
-    y = y[: projected.shape[0]]
-    return restore(y.flip(1) if is_reversed else y, along, layout)
 
 
 def _scan(mixer: AnyMixer, projected: Tensor, options: ScanOptions, state: Any = None) -> tuple[Tensor, Any]:

@@ -10,7 +10,6 @@ from typing_extensions import Self
 
 from longseq.kernels import linear_attention, linear_attention_step, silu_product
 from longseq.mixers.base import ALL_TOKENS, Device, Mixer, ScanOptions, memory_dtype, required
-from longseq.mixers.measures import mean_norm, saturation
 from longseq.mixers.states import MemoryState
 from longseq.state import StateT
 
@@ -25,30 +24,26 @@ class GatedLinearMixer(Mixer[StateT]):
     reads_backwards: ClassVar[bool] = True
     reads_pairs: ClassVar[bool] = True
 
+    scale: float = 1.0
     norm: Any  # over the last dimension, with `norm_pair` as in `longseq.blocks.norm.RMSNorm`
     output_gate: bool = True
 
     def recur(
-        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, memory: Tensor | None, options: ScanOptions,
-        scale: float = 1.0,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, memory: Tensor | None, options: ScanOptions
+    ) -> tuple[Tensor, Tensor | None]:
         """Run `q, k [B, T, G, K]`, `v [B, T, H, V]`, `g [B, T, H]` or `[B, T, H, K]` through the recurrence.
 
         Returns `[B, T, H, V]`, and the last memory if the options ask for it or a callback watches.
         """
         mask = options.mask
-        self.observe("gate_saturation", lambda: saturation(g.exp(), mask))
         if mask is not None:
             k, g = k * mask[..., None, None], g * mask.reshape(*mask.shape, *[1] * (g.dim() - 2))
-        o, final = linear_attention(q, k, v, g=g, scale=scale, initial_state=memory, **self.call_options(options))
-        self.observe("state_norm", lambda: mean_norm(final))
+        o, final = linear_attention(q, k, v, g=g, scale=self.scale, initial_state=memory, **self.call_options(options))
         return o, final
 
-    def recur_step(
-        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, memory: Tensor, *, scale: float = 1.0
-    ) -> tuple[Tensor, Tensor]:
+    def recur_step(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         """Run one token; the shapes are those of `recur` without T."""
-        return linear_attention_step(q, k, v, memory, g=g, scale=scale, backend=self.step_backend)
+        return linear_attention_step(q, k, v, memory, g=g, scale=self.scale, backend=self.step_backend)
 
     def read_out(self, o: Tensor, gate: Tensor) -> Tensor:
         """Norm `o [..., H, V]` per head, join the heads and multiply by SiLU of `gate [..., H V]`, if there is one."""
@@ -78,12 +73,12 @@ class GatedMemoryMixer(GatedLinearMixer[MemoryState]):
     ) -> tuple[Tensor, MemoryState | None]:
         q, k, v, g, gate = self.split(projected)
         memory = None if state is None else state.memory
-        o, memory = self.recur(q, k, v, g, memory, options, self.key_dim**-0.5)
+        o, memory = self.recur(q, k, v, g, memory, options)
         return self.read_out(o, gate), MemoryState(required(memory)) if options.output_final_state else None
 
     def scan_step(self, projected: Tensor, state: MemoryState) -> tuple[Tensor, MemoryState]:
         q, k, v, g, gate = self.split(projected)
-        o, memory = self.recur_step(q, k, v, g, state.memory, scale=self.key_dim**-0.5)
+        o, memory = self.recur_step(q, k, v, g, state.memory)
         return self.read_out(o, gate), MemoryState(memory)
 
     def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> MemoryState:

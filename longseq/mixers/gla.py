@@ -60,6 +60,7 @@ class GatedLinearAttention(GatedMemoryMixer):
         self.key_width = round(expand_k * d_model)
         self.value_width = round(expand_v * d_model)
         self.num_heads, self.key_dim = choose_heads(self.key_width, num_heads, None, preferred=1)
+        self.scale = self.key_dim**-0.5
         _, self.value_dim = choose_heads(self.value_width, num_heads, None, preferred=1)
         self.num_kv_heads = check_groups(self.num_heads, num_kv_heads)
         self.gate_rank = gate_rank
@@ -78,7 +79,7 @@ class GatedLinearAttention(GatedMemoryMixer):
         q, k, v, gate, rank = self._split(projected)
         q, k, v = repeat_rows(q), repeat_rows(k), repeat_rows(v)
         g = self._log_decay(project_pair(self.decay_proj, backward.decay_proj, rank.expand(2, *rank.shape)))
-        o, _ = self.recur(q, k, v, g, None, ScanOptions.of_pair(mask), self.key_dim**-0.5)
+        o, _ = self.recur(q, k, v, g, None, ScanOptions.of_pair(mask))
         return self.read_out_pair(backward, o, gate)
 
     def split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -97,7 +98,6 @@ class GatedLinearAttention(GatedMemoryMixer):
         return repeat_groups(g.unflatten(-1, (self.num_kv_heads, -1)), self.num_heads)
 
     def scan_flops(self, tokens: int) -> int:
-        decay = 2 * self.gate_rank * self.num_kv_heads * self.key_dim
         recurrence = recurrence_flops(self.num_heads, self.key_dim, self.value_dim)
         gate = 2 * self.value_width if self.output_gate else 0
-        return tokens * (decay + recurrence + gate)
+        return tokens * (recurrence + gate)

@@ -51,6 +51,7 @@ class HGRN2(GatedMemoryMixer):
         super().__init__(d_model, backend=backend)
         self.num_heads, self.head_dim = choose_heads(d_model, num_heads, head_dim, preferred=128)
         self.key_dim = self.value_dim = self.head_dim
+        self.scale = self.key_dim**-0.5
         self.lower_bound = lower_bound
         self.in_proj = nn.Linear(d_model, 3 * d_model, bias=False)
         self.norm = RMSNorm(d_model, eps=norm_eps, backend=backend)
@@ -58,7 +59,7 @@ class HGRN2(GatedMemoryMixer):
 
     def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         q, k, v, g = (repeat_rows(x) for x in self.split(projected)[:4])
-        o, _ = self.recur(q, k, v, g, None, ScanOptions.of_pair(mask), self.key_dim**-0.5)
+        o, _ = self.recur(q, k, v, g, None, ScanOptions.of_pair(mask))
         return self.norm.norm_pair(backward.norm, o.flatten(-2))
 
     def read_out(self, o: Tensor, gate: Tensor) -> Tensor:

@@ -159,10 +159,8 @@ class Hyena(Mixer[HyenaState]):
         return gates[0] * z, inputs
 
     def scan_flops(self, tokens: int) -> int:
-        filters = self.filter.flops(tokens)
         # Each channel of a convolution has a gate, a skip and their sum.
-        channel = convolution_flops(tokens) + 3 * tokens
-        return (self.order - 1) * self.d_model * channel + filters + self.convolution.flops(tokens)
+        return (self.order - 1) * self.d_model * (convolution_flops(tokens) + 3 * tokens)
 
 
 class FilterLinear(UpcastLinear):
@@ -246,7 +244,3 @@ class ImplicitFilter(KeepsFloat32):
         """α of each channel, from slow to fast."""
         fast, slow = (math.log(100) / decay for decay in self.decays)
         return torch.linspace(slow, fast, self.channels, device=time.device, dtype=time.dtype)
-
-    def flops(self, length: int) -> int:
-        """Count the floating-point operations of the network at `length` distances."""
-        return 2 * length * sum(layer.weight.numel() for layer in self.layers)

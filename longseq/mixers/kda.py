@@ -117,8 +117,7 @@ class KDA(DeltaMixer):
         return self._decay(self.decay_proj(rate[-1]), self.A_log, self.dt_bias, backend)
 
     def _log_decay_pair(self, backward: Self, rate: Any) -> Tensor:
-        z = self.decay_proj(rate[-1])
-        z = torch.cat((z, z if backward is self else backward.decay_proj(rate[-1])))
+        z = torch.cat((self.decay_proj(rate[-1]), backward.decay_proj(rate[-1])))
         A_log, dt_bias = stack_pair(self.A_log, backward.A_log), stack_pair(self.dt_bias, backward.dt_bias)
         return self._decay(z, A_log, dt_bias, self.local_backend)
 
@@ -134,9 +133,7 @@ class KDA(DeltaMixer):
         return y * (gate if self.gate_proj is None else self.gate_proj(gate)).sigmoid()
 
     def scan_flops(self, tokens: int) -> int:
-        weights = sum(0 if layer is None else layer.weight.numel() for layer in (self.decay_proj, self.gate_proj))
-        gate = 2 * self.num_value_heads * self.value_dim
-        return super().scan_flops(tokens) + tokens * (2 * weights + gate)
+        return super().scan_flops(tokens) + tokens * 2 * self.num_value_heads * self.value_dim
 
 
 @register("gdn2")

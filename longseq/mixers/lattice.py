@@ -70,7 +70,5 @@ class Lattice(CompressionMixer):
         return map_features(keys, norm="l2", backend=self.local_backend) if self.normalize_key else keys
 
     def scan_flops(self, tokens: int) -> int:
-        entries = self.d_model * self.num_slots
         operations = FLOPS_PER_ENTRY[self.recurrence["objective"]]
-        convolutions = self.query_convolution.flops(tokens) + self.key_convolution.flops(tokens)
-        return tokens * operations * entries + convolutions
+        return tokens * operations * self.d_model * self.num_slots

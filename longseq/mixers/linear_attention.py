@@ -12,7 +12,6 @@ from longseq.blocks.precision import at_least_float32
 from longseq.kernels import linear_attention, linear_attention_step, map_features
 from longseq.mixers.base import ALL_TOKENS, Device, Mixer, ScanOptions, memory_dtype, required
 from longseq.mixers.heads import choose_heads
-from longseq.mixers.measures import mean_norm
 from longseq.mixers.registry import register
 from longseq.mixers.states import MemoryState
 
@@ -61,7 +60,6 @@ class LinearAttention(Mixer[MemoryState]):
             k = k * options.mask[..., None, None]
         memory = None if state is None else state.memory
         o, memory = linear_attention(q, k, v, initial_state=memory, **self.call_options(options))
-        self.observe("state_norm", lambda: mean_norm(memory))
         y = self._normalise(o).flatten(-2).to(projected.dtype)
         return y, MemoryState(required(memory)) if options.output_final_state else None
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 from longseq.blocks.packing import front_places, gather_tokens, scatter_tokens
 from longseq.kernels.dispatch import is_exporting
 from longseq.kernels.precision import without_autocast
-from longseq.kernels.reading import Reverse, halves, turn
+from longseq.kernels.reading import Reverse, turn
 
 
 class Reading(NamedTuple):
@@ -63,13 +63,9 @@ class Reading(NamedTuple):
 def long_convolution(x: Tensor, filters: Tensor, reverse: Reverse = False) -> Tensor:
     """Causal convolution of each channel of `x [B, L, D]` with `filters [L, D]`, in the type of the filters.
 
-    With `reverse` a token sees the later ones; with "second_half", this holds for the second half of the rows. Computed
-    by Fourier transforms of twice the length, but in exported graphs by a convolution with L taps: the Fourier
-    transforms of ONNX runtimes have errors of 1e-4.
+    With `reverse` a token sees the later ones. Computed by Fourier transforms of twice the length, but in exported
+    graphs by a convolution with L taps: the Fourier transforms of ONNX runtimes have errors of 1e-4.
     """
-    if reverse == "second_half":
-        forward, backward = halves(x)
-        return torch.cat((long_convolution(forward, filters), long_convolution(backward, filters, True)))
     length = x.shape[1]
     if not is_exporting() and x.numel() == 0:  # transforms of no points do not exist
         return x.to(filters.dtype) * filters[:length]

@@ -13,7 +13,6 @@ from longseq.kernels import longhorn_pair, longhorn_scan, longhorn_scan_step
 from longseq.kernels.diagonal_scan import TRITON_ENTRIES
 from longseq.kernels.longhorn_pair import TRITON_RANKS
 from longseq.mixers.base import ScanOptions, required
-from longseq.mixers.measures import saturation
 from longseq.mixers.registry import register
 from longseq.mixers.selective import SelectiveMixer
 
@@ -57,7 +56,6 @@ class Longhorn(SelectiveMixer):
         self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor | None, options: ScanOptions
     ) -> tuple[Tensor, Tensor | None]:
         beta = rate.sigmoid()  # in the logits' type: their own rounding is the larger error
-        self.observe("gate_saturation", lambda: saturation(beta, options.mask))
         strength = beta if options.mask is None else beta * options.mask.unsqueeze(-1)
         return longhorn_scan(x, query, key, strength, initial_state=memory, **self.call_options(options))
 

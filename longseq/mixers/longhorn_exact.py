@@ -11,7 +11,6 @@ from longseq.blocks.precision import at_least_float32
 from longseq.kernels import delta_rule, delta_rule_step
 from longseq.mixers.base import ScanOptions
 from longseq.mixers.heads import choose_heads
-from longseq.mixers.measures import saturation
 from longseq.mixers.registry import register
 from longseq.mixers.selective import SelectiveMixer
 
@@ -42,7 +41,6 @@ class LonghornExact(SelectiveMixer):
     def recur(
         self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor | None, options: ScanOptions
     ) -> tuple[Tensor, Tensor | None]:
-        self.observe("gate_saturation", lambda: saturation(at_least_float32(rate).sigmoid(), options.mask))
         strength = self._strength(key, rate)
         if options.mask is not None:
             strength = strength * options.mask.unsqueeze(-1)

@@ -13,7 +13,6 @@ from longseq.blocks.pairs import stack_pair
 from longseq.blocks.precision import at_least_float32
 from longseq.kernels import selective_scan, selective_scan_step
 from longseq.mixers.base import ScanOptions
-from longseq.mixers.measures import saturation
 from longseq.mixers.registry import register
 from longseq.mixers.selective import SelectiveMixer
 from longseq.mixers.step_size import draw_step_bias, step_size
@@ -57,7 +56,6 @@ class Mamba(SelectiveMixer):
         self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor | None, options: ScanOptions
     ) -> tuple[Tensor, Tensor | None]:
         step = step_size(rate, self.rate_bias)
-        self.observe("gate_saturation", lambda: self._saturation(step, options.mask))
         step = step if options.mask is None else step * options.mask.unsqueeze(-1)
         call = self.call_options(options)
         return selective_scan(x, step, _rates(self.A_log), key, query, initial_state=memory, **call)
@@ -73,10 +71,6 @@ class Mamba(SelectiveMixer):
     def recur_step(self, x: Tensor, rate: Tensor, key: Tensor, query: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         delta = step_size(rate, self.rate_bias)
         return selective_scan_step(x, delta, _rates(self.A_log), key, query, memory, backend=self.step_backend)
-
-    def _saturation(self, step: Tensor, mask: Tensor | None) -> Tensor:
-        # One column of A at a time: the decays of all columns would take as much memory as the states of all tokens.
-        return torch.stack([saturation((step * a).exp(), mask) for a in _rates(self.A_log).unbind(-1)]).mean()
 
 
 def _rates(A_log: Tensor) -> Tensor:

@@ -139,7 +139,7 @@ class Mamba2(GatedLinearMixer[ConvolvedState]):
 
     def scan_flops(self, tokens: int) -> int:
         recurrence = recurrence_flops(self.num_heads, self.state_size, self.head_dim)
-        return tokens * (recurrence + 4 * self.inner) + self.convolution.flops(tokens)
+        return tokens * (recurrence + 4 * self.inner)
 
 
 class GroupRMSNorm(RMSNorm):

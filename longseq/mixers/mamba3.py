@@ -19,7 +19,6 @@ from longseq.kernels.packing import Packing
 from longseq.mixers.base import ALL_TOKENS, Device, Mixer, ScanOptions, memory_dtype, required
 from longseq.mixers.gated_linear import recurrence_flops
 from longseq.mixers.heads import choose_heads
-from longseq.mixers.measures import mean_norm, saturation
 from longseq.mixers.registry import register
 from longseq.mixers.step_size import draw_step_bias, step_size
 
@@ -119,7 +118,6 @@ class Mamba3(Mixer[Mamba3State]):
         # With δ_t = (1 − σ) Δ_t, h_t + δ_{t+1} b_t x_tᵀ is a linear attention's memory with keys (σ Δ_t + δ_{t+1}) b_t.
         packing, mask = options.cu_seqlens, options.mask
         z, (x, b, c, step, g, delta, turn) = self._split(projected)
-        self.observe("gate_saturation", lambda: saturation(g.exp(), mask))
         if mask is not None:
             real = mask.unsqueeze(-1)
             step, g, delta, turn = step * real, g * real, delta * real, turn * real.unsqueeze(-1)
@@ -134,7 +132,6 @@ class Mamba3(Mixer[Mamba3State]):
         if state is not None:
             memory = state.memory + (required(first) * state.key).unsqueeze(-1) * state.value.unsqueeze(-2)
         o, memory = linear_attention(c, key, x, g=g, initial_state=memory, **self.call_options(options))
-        self.observe("state_norm", lambda: mean_norm(memory))
         o = o - (later * product).unsqueeze(-1) * x
         y = self._read_out(o, x, z)
         if not options.output_final_state:

@@ -103,12 +103,9 @@ class Parts(Mixer[PartsState]):
     def room(self, state: PartsState) -> int | None:
         return super().room(state.own)
 
-    def scan_flops(self, tokens: int) -> int:
-        added = 0 if self.added_convolution is None else self.added_convolution.flops(tokens)
-        return super().scan_flops(tokens) + added
-
-    def flops(self, tokens: int) -> int:
-        return super().flops(tokens) + 2 * tokens * self.d_model * (self.added_width if self.added_gate else 0)
+    @property
+    def projections(self) -> list[nn.Linear]:
+        return super().projections + ([] if self.added_gate is None else [self.added_gate])
 
 
 @lru_cache(None)

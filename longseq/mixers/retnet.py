@@ -71,6 +71,7 @@ class RetNet(GatedLinearMixer[RetNetState]):
         check_rotary(rotary_scaling)
         width = d_model if num_heads is None or head_dim is None else num_heads * head_dim
         self.num_heads, self.key_dim = choose_heads(width, num_heads, head_dim, preferred=256)
+        self.scale = self.key_dim**-0.5
         self.num_kv_heads = check_groups(self.num_heads, num_kv_heads)
         self.value_dim = round(expand_v * self.key_dim)
         self.rotary_base = rotary_base
@@ -93,7 +94,7 @@ class RetNet(GatedLinearMixer[RetNetState]):
         positions, following = count_positions(projected, start, cu_seqlens=packing, mask=mask, reverse=reverse)
         q, k, v, gate = self._split(projected)
         q, k, g = self._place(q, k, positions, None if start is not None or reverse else packing)
-        o, memory = self.recur(q, k, v, g, memory, options, self.key_dim**-0.5)
+        o, memory = self.recur(q, k, v, g, memory, options)
         last = RetNetState(required(memory), following) if options.output_final_state else None
         return self.read_out(o, gate), last
 
@@ -102,13 +103,13 @@ class RetNet(GatedLinearMixer[RetNetState]):
         v, options = repeat_rows(v), ScanOptions.of_pair(mask)
         positions, _ = count_positions(v, mask=options.mask, reverse=options.reverse)
         q, k, g = self._place(repeat_rows(q), repeat_rows(k), positions)
-        o, _ = self.recur(q, k, v, g, None, options, self.key_dim**-0.5)
+        o, _ = self.recur(q, k, v, g, None, options)
         return self.read_out_pair(backward, o, gate)
 
     def scan_step(self, projected: Tensor, state: RetNetState) -> tuple[Tensor, RetNetState]:
         q, k, v, gate = self._split(projected)
         q, k, g = self._place(q, k, state.position)
-        o, memory = self.recur_step(q, k, v, g, state.memory, scale=self.key_dim**-0.5)
+        o, memory = self.recur_step(q, k, v, g, state.memory)
         return self.read_out(o, gate), RetNetState(memory, state.position + 1)
 
     def initial_state(self, batch: int, device: Device = None, dtype: torch.dtype | None = None) -> RetNetState:

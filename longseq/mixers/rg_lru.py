@@ -13,7 +13,6 @@ from longseq.blocks.precision import at_least_float32
 from longseq.kernels import linear_attention, linear_attention_step
 from longseq.mixers.base import ALL_TOKENS, Device, Mixer, ScanOptions, memory_dtype, required
 from longseq.mixers.heads import choose_heads
-from longseq.mixers.measures import mean_norm, saturation
 from longseq.mixers.registry import register
 from longseq.mixers.states import ConvolvedState
 
@@ -87,9 +86,7 @@ class RGLRU(Mixer[ConvolvedState]):
         x, branch = projected.chunk(2, dim=-1)
         x, convolution = self.convolution(x, convolution, **options._asdict())
         gates = self._gates(x, self.gate_weight, self.gate_bias)
-        self.observe("gate_saturation", lambda: saturation(gates, options.mask))
         h, memory = self._recur(*self._recurrence(x, gates, self.decay), memory, options)
-        self.observe("state_norm", lambda: mean_norm(memory))
         last = ConvolvedState(required(convolution), required(memory)) if options.output_final_state else None
         return self._gate(h, branch), last
 
@@ -150,7 +147,7 @@ class RGLRU(Mixer[ConvolvedState]):
     def scan_flops(self, tokens: int) -> int:
         gates = 2 * self.gate_weight.numel()
         recurrence = 3 * self.width  # the decay, the update and their sum
-        return tokens * (gates + recurrence + self.width) + self.convolution.flops(tokens)
+        return tokens * (gates + recurrence + self.width)
 
 
 def sqrt_one_minus_square(log_a: Tensor) -> Tensor:

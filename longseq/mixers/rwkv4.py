@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import Self
 
-from longseq.blocks.pairs import repeat_rows
 from longseq.blocks.precision import at_least_float32
 from longseq.blocks.token_shift import latest_token, previous_tokens, previous_tokens_pair, shift_tokens
 from longseq.kernels import linear_attention, linear_attention_step
@@ -21,7 +20,6 @@ from longseq.kernels.precision import without_autocast
 from longseq.kernels.reading import Reverse, halves, turn
 from longseq.mixers.base import ALL_TOKENS, Device, Mixer, ScanOptions, memory_dtype, required
 from longseq.mixers.heads import largest_heads
-from longseq.mixers.measures import saturation
 from longseq.mixers.registry import register
 
 NOTHING = -1e38  # the exponent before the first token, in place of log 0
@@ -97,15 +95,11 @@ class RWKV4(Mixer[RWKV4State]):
         shift = None if state is None else state.shift
         previous, latest = previous_tokens(projected, shift, **self.call_options(options), mask=options.mask)
         r, k, v = self._project(projected, previous)
-        self.observe("gate_saturation", lambda: saturation(r.sigmoid(), options.mask))
         o, memory = self._average(k, v, self.decay, self.bonus, state, options)
         return _gate(o, r), None if memory is None else RWKV4State(required(latest), *memory)
 
     def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         options = ScanOptions.of_pair(mask)
-        if backward is self:  # one projection for the rows of both directions
-            y, _ = self.scan(repeat_rows(projected), None, options)
-            return y.unflatten(0, (2, -1)).sum(0)
         previous = previous_tokens_pair(projected, mask=mask, backend=self.backend)
         pair, rows = (self, backward), projected.shape[0]
         tokens = [mixer._project(projected, own) for mixer, own in zip(pair, halves(previous), strict=True)]
@@ -199,10 +193,9 @@ class RWKV4(Mixer[RWKV4State]):
         return numerator, denominator
 
     def scan_flops(self, tokens: int) -> int:
-        weights = sum(layer.weight.numel() for layer in (self.key, self.value, self.receptance))
         # For each channel: 7 operations of the shift, 2 of the exponent, 3 of the gate, 3 of the writes, 4 of the two
         # sums, 12 of the average, 2 of the receptance; an exponential counts as one.
-        return tokens * (2 * weights + 33 * self.d_model)
+        return tokens * 33 * self.d_model
 
 
 def _gate(o: Tensor, r: Tensor) -> Tensor:

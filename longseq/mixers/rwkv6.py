@@ -8,14 +8,12 @@ from torch.nn import functional
 from typing_extensions import Self
 
 from longseq.blocks.norm import UpcastGroupNorm
-from longseq.blocks.pairs import repeat_rows
 from longseq.blocks.precision import at_least_float32
 from longseq.blocks.token_shift import latest_token, previous_tokens, previous_tokens_pair, shift_tokens
 from longseq.kernels import linear_attention, linear_attention_step
 from longseq.kernels.reading import halves
 from longseq.mixers.base import ALL_TOKENS, Device, Mixer, ScanOptions, memory_dtype, required
 from longseq.mixers.heads import choose_heads
-from longseq.mixers.measures import mean_norm, saturation
 from longseq.mixers.registry import register
 from longseq.mixers.states import ShiftedState
 
@@ -106,26 +104,21 @@ class RWKV6(Mixer[ShiftedState]):
         packing, mask, reverse, output_final_state = options
         previous, latest = previous_tokens(projected, shift, **self.call_options(options), mask=mask)
         r, k, v, decay, gate = self._project(projected, previous)
-        self.observe("gate_saturation", lambda: saturation(decay.exp(), mask))
         if mask is not None:
             k, decay = k * mask[..., None, None], decay * mask[..., None, None]
         o, memory = self._recur(r, k, v, decay, memory, options)
-        if self.needs_state(output_final_state):
+        if output_final_state:
             r_last, k_last, v_last, decay_last = (
                 latest_token(x, packing=packing, reverse=reverse) for x in (r, k, v, decay)
             )
             _, memory = linear_attention_step(
                 r_last, k_last, v_last, required(memory), g=decay_last, backend=self.step_backend
             )
-            self.observe("state_norm", lambda: mean_norm(memory))
         y = self._read_out(o, r, k, v, gate)
         return y, ShiftedState(required(latest), required(memory)) if output_final_state else None
 
     def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         options = ScanOptions.of_pair(mask)
-        if backward is self:  # one projection for the rows of both directions
-            y, _ = self.scan(repeat_rows(projected), None, options)
-            return y.unflatten(0, (2, -1)).sum(0)
         previous = previous_tokens_pair(projected, mask=mask, backend=self.backend)
         pair = (self, backward)
         tokens = [mixer._project(projected, own) for mixer, own in zip(pair, halves(previous), strict=True)]
@@ -189,8 +182,6 @@ class RWKV6(Mixer[ShiftedState]):
         return normed.view(gate.shape).to(gate.dtype) * functional.silu(gate)
 
     def scan_flops(self, tokens: int) -> int:
-        layers = (self.shift_down, self.decay_down, self.decay_up, self.key, self.value, self.receptance, self.gate)
-        weights = sum(layer.weight.numel() for layer in layers) + self.shift_up.numel()
         # The decay takes K V, writing and reading 2 K V each, and the bonus 3 K and 2 V.
         recurrence = 5 * self.d_model * self.head_dim + 5 * self.d_model
-        return tokens * (2 * weights + recurrence)
+        return tokens * (2 * self.shift_up.numel() + recurrence)

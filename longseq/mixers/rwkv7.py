@@ -11,14 +11,12 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from longseq.blocks.norm import UpcastGroupNorm
-from longseq.blocks.pairs import repeat_rows
 from longseq.blocks.precision import at_least_float32
 from longseq.blocks.token_shift import previous_tokens, previous_tokens_pair
 from longseq.kernels import delta_rule, delta_rule_step
 from longseq.kernels.reading import halves
 from longseq.mixers.base import ALL_TOKENS, Device, Mixer, ScanOptions, add_readings, memory_dtype, required
 from longseq.mixers.heads import choose_heads
-from longseq.mixers.measures import mean_norm, saturation
 from longseq.mixers.registry import register
 from longseq.mixers.states import ShiftedState
 
@@ -181,19 +179,13 @@ class RWKV7(Mixer[ShiftedState]):
         mask = options.mask
         previous, latest = previous_tokens(x, shift, **self.call_options(options), mask=mask)
         inputs = self._project(x, previous, *first)
-        self.observe("gate_saturation", lambda: saturation(inputs.g / LOWEST, mask))
         o, memory = self._recur(inputs, memory, options)
-        self.observe("state_norm", lambda: mean_norm(memory))
         last = ShiftedState(required(latest), required(memory)) if options.output_final_state else None
         return self._read_out(o, inputs), last
 
     def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         x, *firsts = projected.split(self.d_model, dim=-1)
         options = ScanOptions.of_pair(mask)
-        if backward is self:  # one projection for the rows of both directions
-            rows = [torch.cat((x, first), dim=-1) for first in firsts]
-            y, _ = self.scan(torch.cat(rows) if rows else repeat_rows(x), None, options)
-            return add_readings(halves(y), self.d_model)
         previous = halves(previous_tokens_pair(x, mask=mask, backend=self.backend))
         pair = (self, backward)
         tokens = [
@@ -264,10 +256,9 @@ class RWKV7(Mixer[ShiftedState]):
 
     def scan_flops(self, tokens: int) -> int:
         terms = (self.decay_down, self.rate_down, self.value_down, self.gate_down)
-        weights = sum(layer.weight.numel() for layer in (self.receptance, self.key, self.value))
-        weights += sum(2 * down.numel() for down in terms if down is not None)
+        low_rank = sum(2 * down.numel() for down in terms if down is not None)
         # The decay takes K V; reading, erasing, writing and reading at r take 2 K V each.
-        return tokens * (2 * weights + 9 * self.d_model * self.head_dim)
+        return tokens * (2 * low_rank + 9 * self.d_model * self.head_dim)
 
 
 def _draw_orthogonal(weight: Tensor, gain: float) -> None:

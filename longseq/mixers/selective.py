@@ -14,7 +14,6 @@ from longseq.blocks.linear import AlignedLinear, project_pair
 from longseq.blocks.pairs import stack_pair
 from longseq.kernels import silu_product
 from longseq.mixers.base import ALL_TOKENS, Device, Mixer, ScanOptions, memory_dtype, required
-from longseq.mixers.measures import mean_norm
 from longseq.mixers.states import ConvolvedState
 
 
@@ -89,7 +88,6 @@ class SelectiveMixer(Mixer[ConvolvedState]):
         x, gate = projected.chunk(2, dim=-1)
         x, convolution = self.convolution(x, convolution, **options._asdict())
         y, memory = self.recur(x, *self._selection(x), memory, options)
-        self.observe("state_norm", lambda: mean_norm(memory))
         last = ConvolvedState(required(convolution), required(memory)) if options.output_final_state else None
         return self._gate(y, x, gate, self.D), last
 
@@ -128,7 +126,5 @@ class SelectiveMixer(Mixer[ConvolvedState]):
         return silu_product(y, gate, skip=x, skip_weight=D, backend=self.local_backend)
 
     def scan_flops(self, tokens: int) -> int:
-        projections = sum(p.in_features * p.out_features for p in (self.x_proj, self.rate_proj))
-        recurrence = self.flops_per_entry * self.inner * self.state_size
-        skip_and_gate = 4 * self.inner
-        return tokens * (2 * projections + recurrence + skip_and_gate) + self.convolution.flops(tokens)
+        # The skip and the gate take two operations a channel each.
+        return tokens * self.inner * (self.flops_per_entry * self.state_size + 4)

@@ -17,7 +17,6 @@ from longseq.kernels import slot_attention, slot_attention_step
 from longseq.kernels.slot_attention import ACTIVATIONS
 from longseq.mixers.base import ALL_TOKENS, Device, Mixer, ScanOptions, memory_dtype, required
 from longseq.mixers.heads import FEATURE_MAPS, check_groups, choose_heads, repeat_groups
-from longseq.mixers.measures import mean_norm, saturation
 
 
 class SlotState(NamedTuple):
@@ -26,6 +25,11 @@ class SlotState(NamedTuple):
     keys: Tensor
     values: Tensor
     normalizer: Tensor | None
+
+    @property
+    def memory(self) -> Tensor:
+        """Keys and values side by side."""
+        return torch.cat((self.keys, self.values), -1)
 
 
 class SlotMixer(Mixer[SlotState]):
@@ -97,8 +101,6 @@ class SlotMixer(Mixer[SlotState]):
         memory = None if state is None else (state.keys, state.values)
         call = {**self._rule, **self.call_options(options), "write": write}
         o, memory = slot_attention(q, k, v, g, initial_state=memory, **call)
-        self.observe("state_norm", lambda: mean_norm(torch.cat(required(memory), -1)))
-        self.observe("gate_saturation", lambda: saturation(g.exp() if write is None else write, options.mask))
         return self._read_out(o), SlotState(*required(memory), normalizer) if options.output_final_state else None
 
     def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -50,13 +50,12 @@ class Supra(RetNet):
         self.key_map = nn.Linear(keys, keys) if keys < queries else None
 
     def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
-        ahead = self._split(projected)
-        behind = ahead if backward is self else backward._split(projected)
-        q, k, v, gate = (torch.cat(both) for both in zip(ahead, behind, strict=True))
+        both = zip(self._split(projected), backward._split(projected), strict=True)
+        q, k, v, gate = map(torch.cat, both)
         options = ScanOptions.of_pair(mask)
         positions, _ = count_positions(v, mask=options.mask, reverse=options.reverse)
         q, k, g = self._place(q, k, positions)
-        o, _ = self.recur(q, k, v, g, None, options, self.key_dim**-0.5)
+        o, _ = self.recur(q, k, v, g, None, options)
         return self.read_out_pair(backward, o, gate)
 
     def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -70,7 +69,8 @@ class Supra(RetNet):
         return -torch.exp2(-8 * exponent)
 
     def scan_flops(self, tokens: int) -> int:
-        return super().scan_flops(tokens) + 2 * tokens * sum(width * width for width in self.widths[:2])
+        again = 0 if self.key_map is not None else 2 * tokens * self.widths[1] ** 2  # the keys' A is the queries'
+        return super().scan_flops(tokens) + again
 
 
 class CentredNorm(nn.Module):

@@ -14,7 +14,6 @@ from longseq.blocks.pairs import repeat_rows
 from longseq.kernels import map_features, variational_linear_attention, variational_linear_attention_step
 from longseq.mixers.base import ALL_TOKENS, Device, Mixer, ScanOptions, memory_dtype, required
 from longseq.mixers.heads import choose_heads
-from longseq.mixers.measures import mean_norm
 from longseq.mixers.registry import register
 
 
@@ -127,17 +126,15 @@ class VLA(Mixer[VLAState]):
         call = {**self._options, **self.call_options(options), "mask": options.mask}
         earlier = None if state is None else state[1:]
         o, memory = variational_linear_attention(q, k, v, u, initial_state=earlier, **call)
-        self.observe("state_norm", lambda: mean_norm(required(memory)[0]))
-        self.observe("smallest_eigenvalue", lambda: _smallest_eigenvalue(required(memory)[1]))
         return o.flatten(-2), VLAState(convolution, *required(memory)) if options.output_final_state else None
 
     def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         if self.convolution is None:
-            q, k, v, u = self._features_pair(backward, projected)
+            q, k, v, u = self._features(projected, backward)
             q, k, v = repeat_rows(q), repeat_rows(k), repeat_rows(v)
         else:
             both = self.convolution.convolve_pair(required(backward.convolution), projected, mask)
-            q, k, v, u = self._features_pair(backward, both.unflatten(0, (2, -1)))
+            q, k, v, u = self._features(both.unflatten(0, (2, -1)), backward)
             q, k, v = (x.flatten(0, 1) for x in (q, k, v))
         u = None if u is None else u.flatten(0, 1)
         options = {**self._options, "mask": repeat_rows(mask), "reverse": "second_half", "backend": self.backend}
@@ -167,26 +164,22 @@ class VLA(Mixer[VLAState]):
         names = ("lambda0", "refresh_period", "refresh", "eps", "normalize_key", "normalize_alpha", "normalizer")
         return {name: getattr(self, name) for name in names}
 
-    def _features(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """φ(q), φ(k), v and u of the projected tokens, `[..., H, K]`."""
-        q, k, v = self._split(projected)
-        return self._map(q, k, v, None if self.penalty is None else self._direct(k))
+    def _features(
+        self, projected: Tensor, backward: Self | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """φ(q), φ(k), v and u of the projected tokens, `[..., H, K]`.
 
-    def _features_pair(self, backward: Self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """`_features` of tokens `[B, T, ...]` or `[2, B, T, ...]` for both mixers; u is `[2, B, T, H, K]`."""
-        q, k, v = self._split(projected)
-        if self.penalty is None:
-            return self._map(q, k, v, None)
-        ahead, behind = k.unbind() if k.dim() == 5 else (k, k)
-        return self._map(q, k, v, torch.stack((self._direct(ahead), backward._direct(behind))))
-
-    def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        For a pair, the tokens are `[B, T, ...]` or `[2, B, T, ...]`, and u is `[2, B, T, H, K]`.
+        """
         q, k, v = projected.unflatten(-1, (3 * self.num_heads, self.head_dim)).chunk(3, dim=-2)
-        return q, k, v
-
-    def _map(self, q: Tensor, k: Tensor, v: Tensor, u: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         options: dict[str, Any] = {"dtype": torch.promote_types(k.dtype, torch.float32), "backend": self.local_backend}
-        if u is not None:
+        u = None
+        if self.penalty is not None:
+            if backward is None:
+                u = self._direct(k)
+            else:
+                ahead, behind = k.unbind() if k.dim() == 5 else (k, k)
+                u = torch.stack((self._direct(ahead), backward._direct(behind)))
             scale = 1 / math.sqrt(self.head_dim) if self.scale_penalty else 1.0
             u = map_features(u, norm="l2", scale=scale, **options)
         q, k = (map_features(x, feature_map="elu_plus_one", **options) for x in (q, k))
@@ -194,18 +187,10 @@ class VLA(Mixer[VLAState]):
 
     def _direct(self, k: Tensor) -> Tensor:
         """W_u k, `[..., H, K]`."""
-        assert self.penalty is not None
-        return torch.einsum("...hk,hjk->...hj", k, self.penalty.to(k.dtype))
+        return torch.einsum("...hk,hjk->...hj", k, required(self.penalty).to(k.dtype))
 
     def scan_flops(self, tokens: int) -> int:
         # Reading at k̂, writing at α̂ and reading at q take 2 K V each, and the product A k̂ takes 2 K². W_u k, A u and
         # the update of A take 2 K² each, too.
         products = 4 if self.penalty is None else 7
-        convolution = 0 if self.convolution is None else self.convolution.flops(tokens)
-        return tokens * 2 * self.d_model * (products * self.head_dim + int(self.normalizer)) + convolution
-
-
-def _smallest_eigenvalue(inverse: Tensor) -> Tensor:
-    """The smallest eigenvalue of all matrices `[..., K, K]`; if it is not positive, A is no longer an inverse."""
-    smallest = torch.linalg.eigvalsh(inverse.nan_to_num()).amin()
-    return torch.where(inverse.isfinite().all(), smallest, torch.nan)  # the decomposition would refuse NaN
+        return tokens * 2 * self.d_model * (products * self.head_dim + int(self.normalizer))

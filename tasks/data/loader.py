@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import pickle
 import queue
-import tarfile
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -24,7 +23,7 @@ Given = TypeVar("Given")
 Made = TypeVar("Made")
 
 # What reading an image raises: the file cannot be opened, or its bytes are no image.
-UNREADABLE = (OSError, ValueError, tarfile.TarError)
+UNREADABLE = (OSError, ValueError)
 
 # The names of images and targets in the batches of other libraries.
 IMAGES = ("images", "image", "pixel_values", "img", "x")

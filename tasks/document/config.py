@@ -33,7 +33,7 @@ class DocumentModelKeys(BodyKeys):
     ngram_buckets: Annotated[int, Field(ge=1, lt=2**31)] | None = key(
         None, "the embeddings that the n-grams of one length share by a hash"
     )
-    share_directions: Literal["projections", "all", "none"] | None = key(None, "what the two readings of a layer share")
+    share_directions: Literal["projections", "none"] | None = key(None, "what the two readings of a layer share")
     merge: Literal["sum", "mean"] | None = key(None, "of the two readings")
     separator: Annotated[int, Field(ge=0)] | None = key(None, "of pairs: the token between the two documents")
 

@@ -261,11 +261,13 @@ def _generate(count: int, seed: int, options: dict[str, Any], split: str) -> Ite
 
 
 def _image(keys: DocumentDataKeys) -> Opened:
-    """CIFAR-10 in grey, 1,024 tokens an image, with the files and splits of data=cifar10."""
+    """CIFAR-10 in grey, 1,024 tokens an image, with the splits of data=cifar10; root may also have class folders."""
+    source = "folder" if os.path.isdir(os.path.join(keys.root or "", "train")) else "torch/cifar10"
 
     def read(split: str) -> Iterator[Sample]:
         task: Any = registry.get("image")
-        own = task.config.data(name="cifar10", source="cifar10", img_size=32, root=keys.root)
+        splits = {"val_split": None, "test_split": "test"}
+        own = task.config.data(name="cifar10", source=source, img_size=32, root=keys.root, **splits)
         data = task.data(own, batch_size=1)
         data.setup()
         found = getattr(data.splits, split)

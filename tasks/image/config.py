@@ -40,7 +40,7 @@ class ImageDataKeys(Keys):
     """The keys of `data`; `ImageDataModule` documents them."""
 
     name: str = key(..., "the name in tables")
-    source: str = key(..., "digits, fashion_mnist, cifar10, folder, csv, own, hfds/, hfids/, wds/, torch/NAME")
+    source: str = key(..., "digits, folder, csv, own, hfds/, hfids/, wds/, torch/NAME")
     img_size: Count = key(..., "pixels of a side in training and evaluation")
     root: str | None = key(None, "the folder of the data")
     download: bool = key(False, "true: fetch the data if they are not in root")

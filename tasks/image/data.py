@@ -33,16 +33,16 @@ from longseq.tasks.image.files import (
 )
 from longseq.tasks.image.predict import ImageFiles
 from longseq.tasks.image.sources import (
-    SOURCES,
     NamedLayout,
     OwnLayout,
     Split,
     Splits,
-    finish_splits,
+    digits,
     is_stream,
     open_stream,
     require_one_class_list,
     require_root,
+    split_off,
 )
 from longseq.tasks.image.transforms import evaluation_transform, normalize, training_transform
 from longseq.tasks.training.system import usable_cores
@@ -52,6 +52,7 @@ _log = logging.getLogger(__name__)
 _MOST_WORKERS = 16
 _REPORTED_PATHS = 20  # unreadable images that are logged
 
+DIGITS = "digits"
 # Values of keys that matter only in training.
 _EVALUATED = {"class_weights": "none", "sampling": None}
 
@@ -67,11 +68,10 @@ _LAYOUTS: Mapping[str, type[Layout] | None] = {
 class ImageDataModule(TaskData):
     """Images of one source, augmented for training, with fixed sets for validation and test.
 
-    `source` is digits, fashion_mnist, cifar10, folder (a folder or a .tar with class folders), csv (see
-    `longseq.tasks.image.files`), own (Datasets, see `longseq.tasks.image.sources.DatasetSource`), or a name that timm
-    reads: hfds/NAME, torch/NAME, and the streams hfids/NAME and wds/NAME. Batches are (images, targets): uint8 images
-    on the host, and normalised float32 [B, C, S, S] on the device. Targets are int64 [B], with `multi_label` float32
-    [B, classes] of 0 and 1.
+    `source` is digits, folder (class folders), csv (see `longseq.tasks.image.files`), own
+    (Datasets, see `longseq.tasks.image.sources.DatasetSource`), or a name that timm reads: hfds/NAME, torch/NAME, and
+    the streams hfids/NAME and wds/NAME. Batches are (images, targets): uint8 images on the host, and normalised float32
+    [B, C, S, S] on the device. Targets are int64 [B], with `multi_label` float32 [B, classes] of 0 and 1.
     `batch_size` is the training batch of one device. Training draws are functions of (seed, epoch, sample, repeat).
     `split_seed`, not the seed of the run, chooses the validation images that are held out. For classes of different
     sizes, see `longseq.tasks.data.labels.find_weights` and `longseq.tasks.data.sampler.EpochOrder`.
@@ -192,24 +192,32 @@ class ImageDataModule(TaskData):
         self._info = self._describe(list(source.class_names), {split: len(measured)})
 
     def _layout(self) -> Layout | None:
-        """The layout of the source; None if its splits are fixed."""
+        """The layout of the source; None for the digits, whose splits are fixed."""
         source = self.keys.source
-        if source in SOURCES:
+        if source == DIGITS:
             return None
         kind = _LAYOUTS.get(source, NamedLayout if source.startswith(("hfds/", "torch/")) else None)
         if kind is None:
-            known = ", ".join([*SOURCES, *_LAYOUTS, "hfds/NAME, hfids/NAME, wds/NAME, torch/NAME"])
+            known = ", ".join([DIGITS, *_LAYOUTS, "hfds/NAME, hfids/NAME, wds/NAME, torch/NAME"])
             raise ValueError(f"data.source={source} is not among {known}")
         if kind not in (NamedLayout, OwnLayout):
             require_root(self.root)
         return kind(self.keys)
 
     def _open_splits(self) -> Splits:
-        keys = self.keys
-        if (layout := self._layout()) is not None:
-            return finish_splits(layout.open_all(), keys.val_fraction, keys.split_seed, self.root or keys.source)
-        options = {"download": keys.download, "val_fraction": keys.val_fraction, "split_seed": keys.split_seed}
-        return SOURCES[keys.source](self.root, **options)
+        """The splits of the source. Without validation images, `val_fraction` of the training images validates."""
+        if (layout := self._layout()) is None:
+            return digits()
+        keys, sources = self.keys, layout.open_all()
+        train = Split.whole(sources["train"])
+        if "validation" in sources:
+            validation = Split.whole(sources["validation"])
+        else:
+            train, validation = split_off(train, keys.val_fraction, keys.split_seed)
+        if "test" in sources and sources["test"] is not sources.get("validation"):
+            return Splits(train, validation, Split.whole(sources["test"]))
+        _log.warning("%s has no test split: the validation images are also the test images", self.root or keys.source)
+        return Splits(train, validation, validation)
 
     def _splits_of_training(self, run: Mapping[str, Any]) -> Splits:
         """The splits by the keys of the run that trained the model, below this root."""
@@ -272,7 +280,7 @@ class ImageDataModule(TaskData):
             if self.keys.decode == "gpu":
                 raise ValueError("a stream needs data.decode=cpu")
             return self._stream_loader("train", training_transform(self.info, self.augmentation))
-        split, options = self.splits.train, dict[str, Any]()
+        split, options = self.splits.train, dict[str, Any](report=self._record)
         batches: TrainingBatches
         if self.keys.decode == "cpu":
             transform = training_transform(self.info, self.augmentation)
@@ -307,7 +315,8 @@ class ImageDataModule(TaskData):
         split: Split = getattr(self.splits, STAGES[stage])
         rank, world_size, _ = find_place(self.trainer)
         sampler = EvaluationSampler(len(split), self.eval_batch_size, rank=rank, world_size=world_size)
-        return BatchLoader(EvaluationBatches(split, transform, self.info), sampler, **self.loader_options())
+        batches = EvaluationBatches(split, transform, self.info)
+        return BatchLoader(batches, sampler, **self.loader_options(), report=self._record)
 
     def _stream(self, kind: str) -> Any:
         return open_stream(self.keys, self.root, kind, batch_size=self.batch_size, seed=self.seed)
@@ -329,7 +338,6 @@ class ImageDataModule(TaskData):
         batches = StreamBatches(
             stream,
             transform,
-            self.info,
             batch_size=self.batch_size if training else self.eval_batch_size,
             training=training,
             seed=self.seed,
@@ -340,7 +348,7 @@ class ImageDataModule(TaskData):
         return StreamLoader(batches, **options, epoch=epoch)
 
     def loader_options(self) -> dict[str, Any]:
-        options = super().loader_options() | {"report": self._record}
+        options = super().loader_options()
         if options["num_workers"] is None:
             devices = self.trainer.num_devices if self.trainer else 1
             options["num_workers"] = min(_MOST_WORKERS, usable_cores() // devices)

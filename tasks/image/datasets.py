@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from longseq.tasks.data.labels import LabelError, number_of_class
 from longseq.tasks.data.loader import UNREADABLE, Batch, BatchLoader, Failure
 from longseq.tasks.data.sampler import SampleIndex, derive_seed
 from longseq.tasks.image.config import DataInfo
-from longseq.tasks.image.decoding import decode, decoding, first_line
+from longseq.tasks.image.decoding import first_line
 from longseq.tasks.image.sources import Source, Split, as_image
 
 REPLACEMENTS = 100
@@ -92,18 +91,16 @@ class EvaluationBatches(Dataset[Batch]):
 
 
 class StreamBatches(IterableDataset[Batch]):
-    """Batches of a timm IterableImageDataset, in its own order.
+    """Batches of a timm IterableImageDataset, in its own order; unreadable images are left to its library.
 
-    Unreadable images are skipped, and later ones take their places. Training yields only full batches. In an
-    evaluation, each rank reads the whole stream and takes every `world_size`-th image, so that none is used twice or
-    left out. At the end of a stream, a batch without images may carry failures.
+    Training yields only full batches. In an evaluation, each rank reads the whole stream and takes every
+    `world_size`-th image, so that none is used twice or left out.
     """
 
     def __init__(
         self,
         dataset: Any,
         transform: Callable[[Image.Image], Tensor],
-        info: DataInfo,
         *,
         batch_size: int,
         training: bool,
@@ -111,7 +108,7 @@ class StreamBatches(IterableDataset[Batch]):
         rank: int,
         world_size: int,
     ) -> None:
-        self.dataset, self.transform, self.info, self.batch_size = dataset, transform, info, batch_size
+        self.dataset, self.transform, self.batch_size = dataset, transform, batch_size
         self.training, self.seed, self.rank, self.world_size = training, seed, rank, world_size
         self._epoch = SharedCount()
         if not training:
@@ -125,65 +122,20 @@ class StreamBatches(IterableDataset[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         images: list[Tensor] = []
         targets: list[int] = []
-        failures: list[Failure] = []
         worker = get_worker_info()
         key = (self.seed, self._epoch.value, self.rank, worker.id if worker else 0)
-        self._leave_encoded()
-        drawn = full = 0  # samples of all passes, and batches
-        wanted: int | None = None
-        while wanted is None or full < wanted:
-            before, readable = drawn, False
-            for found, target in self.dataset:
-                count, drawn = drawn, drawn + 1
-                if not self.training and count % self.world_size != self.rank:
-                    continue
-                sample = self._read(found, target, count)
-                if isinstance(sample, Failure):
-                    failures.append(sample)
-                    continue
-                readable = True
-                image, label = sample
-                with isolate_rng(include_cuda=False):
-                    seed_everything(derive_seed(*key, count))
-                    images.append(self.transform(image))
-                targets.append(label)
-                if len(images) == self.batch_size:
-                    yield Batch(torch.stack(images), torch.tensor(targets), failures)
-                    images, targets, failures = [], [], []
-                    full += 1
-                    if full == wanted:
-                        break
-            if not self.training or not readable:
-                break
-            # timm's count includes unreadable samples, which another pass replaces.
-            wanted = (drawn - before) // self.batch_size if wanted is None else wanted
+        for count, (image, target) in enumerate(self.dataset):
+            if not self.training and count % self.world_size != self.rank:
+                continue
+            with isolate_rng(include_cuda=False):
+                seed_everything(derive_seed(*key, count))
+                images.append(self.transform(as_image(image)))
+            targets.append(number_of_class(target, f"image {count} of the stream"))
+            if len(images) == self.batch_size:
+                yield Batch(torch.stack(images), torch.tensor(targets), [])
+                images, targets = [], []
         if images and not self.training:
-            yield Batch(torch.stack(images), torch.tensor(targets), failures)
-        elif failures:
-            yield Batch(torch.empty(0), torch.empty(0), failures)
-
-    def _leave_encoded(self) -> None:
-        """Make a Hugging Face stream yield encoded images; otherwise its iterator ends at the first broken one."""
-        reader = self.dataset.reader
-        if type(reader).__name__ == "ReaderHfids" and not reader.ds:
-            reader._lazy_init()
-            feature: Any = (reader.ds.features or {}).get("image")
-            if type(feature).__name__ == "Image":
-                reader.ds = reader.ds.cast_column("image", type(feature)(decode=False))
-
-    def _read(self, found: Any, target: Any, count: int) -> tuple[Image.Image, int] | Failure:
-        """The image and class of a sample, whose image may also be None or Hugging Face's {"bytes", "path"}."""
-        name = found.get("path") if isinstance(found, Mapping) else None
-        try:
-            number = number_of_class(target, "the stream")
-            if isinstance(found, Image.Image):
-                return as_image(found), number
-            with decoding():  # a row may have no image
-                return decode(io.BytesIO(found["bytes"]) if found["bytes"] else found["path"]), number
-        except LabelError as error:
-            raise ValueError(f"image {count}: {error}") from error
-        except UNREADABLE as error:
-            return Failure(name or f"image {count} of the stream", first_line(error))
+            yield Batch(torch.stack(images), torch.tensor(targets), [])
 
 
 class StreamLoader(BatchLoader):
@@ -198,24 +150,22 @@ class StreamLoader(BatchLoader):
         *,
         num_workers: int = 0,
         pin_memory: bool = False,
-        report: Callable[[list[Failure]], None],
         epoch: Callable[[], int],
         sampler: None = None,
         shuffle: bool = False,
         batch_sampler: None = None,
     ) -> None:
         dataset.dataset.set_loader_cfg(num_workers=num_workers)
-        super().__init__(dataset, None, num_workers=num_workers, pin_memory=pin_memory, report=report)
+        super().__init__(dataset, None, num_workers=num_workers, pin_memory=pin_memory)
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:  # type: ignore[override]
         stream: Any = self.dataset
         stream.set_epoch(self.epoch())
         count = 0
-        for inputs, targets in super().__iter__():
-            if len(targets):
-                count += 1
-                yield inputs, targets
+        for batch in super().__iter__():
+            count += 1
+            yield batch
         if stream.training and count < len(self):
             raise ValueError(f"the training images end after {count} of the {len(self)} batches of an epoch")
 

@@ -26,6 +26,7 @@ from torch.nn import functional
 from torchvision import transforms
 from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms.functional import pil_to_tensor, rgb_to_grayscale
+from torchvision.transforms.v2.functional import equalize
 
 from longseq.tasks.data.loader import UNREADABLE, Batch, Failure
 from longseq.tasks.data.sampler import SampleIndex
@@ -517,18 +518,6 @@ def _auto_contrast(images: Tensor) -> Tensor:
     return torch.where(most > least, (images - least) * (255 / (most - least).clamp(min=1)), images)
 
 
-def _equalize(images: Tensor) -> Tensor:
-    """Pillow's: each level becomes the share of the pixels below it, channel by channel."""
-    levels = images.round().long().flatten(2).flatten(0, 1)  # [N * 3, S * S]
-    counts = torch.zeros(len(levels), 256, dtype=torch.long, device=images.device)
-    counts.scatter_add_(1, levels, torch.ones_like(levels))
-    last = counts.gather(1, levels.amax(1, keepdim=True))
-    step = (levels.shape[1] - last) // 255
-    table = ((counts.cumsum(1) - counts + step // 2) // step.clamp(min=1)).clamp(max=255)
-    equal = torch.where(step > 0, table.gather(1, levels), levels)
-    return equal.view(images.shape).to(images.dtype)
-
-
 def _gaussian_blur(images: Tensor, numbers: Tensor) -> Tensor:
     """A Gaussian of each image's own radius, of at most 4 pixels; borders are repeated."""
     reach = torch.arange(-12, 13, device=images.device)
@@ -549,6 +538,6 @@ _OPERATIONS: dict[str, Any] = {
     "solarize": lambda images, numbers, _: torch.where(images < _amount(numbers), images, 255 - images),
     "solarize_add": lambda images, numbers, _: torch.where(images < 128, images + _amount(numbers), images),
     "auto_contrast": lambda images, *_: _auto_contrast(images),
-    "equalize": lambda images, *_: _equalize(images),
+    "equalize": lambda images, *_: equalize(images.to(torch.uint8)).to(images.dtype),
     "gaussian_blur": lambda images, numbers, _: _gaussian_blur(images, numbers),
 }

@@ -1,15 +1,14 @@
-"""Images in files: class folders, tar files and tables, and where each of them keeps its splits."""
+"""Images in files: class folders and tables, and where each of them keeps its splits."""
 
 from __future__ import annotations
 
 import csv
 import io
 import os
-import tarfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple, Protocol
+from pathlib import Path, PurePath
+from typing import Any, Protocol
 
 import numpy as np
 from PIL import Image
@@ -23,7 +22,7 @@ from longseq.tasks.image.decoding import decode, is_hidden, is_image
 
 ClassMap = str | Mapping[str, int] | None
 
-# The names of a split's folder, tar file or table.
+# The names of a split's folder or table.
 SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "val"), "test": ("test",)}
 # The keys of `data` that name the splits.
 SPLIT_KEYS = {"train": "train_split", "validation": "val_split", "test": "test_split"}
@@ -120,30 +119,11 @@ def require_same_numbers(held_out: Sequence[str], train: Sequence[str], label: s
         raise ValueError(f"{label}: {kind} has the classes {name_some(held_out)}, and training {name_some(train)}")
 
 
-class _Item(NamedTuple):
-    """An image: the folders around it, its path, and in a tar file its archive, offset and length."""
-
-    folders: tuple[str, ...]
-    path: str
-    place: tuple[str, int, int] | None = None
-
-
 class FileSource:
-    """Images in files, or in members of tar files: `places` are then the archive, the offset and the length.
+    """Images in files. Targets are classes `[N]`, or for several labels `[N, C]` of 0 and 1."""
 
-    Targets are classes `[N]`, or for several labels `[N, C]` of 0 and 1.
-    """
-
-    def __init__(
-        self,
-        label: str,
-        class_names: Sequence[str],
-        targets: np.ndarray,
-        paths: Sequence[str],
-        places: Sequence[tuple[str, int, int] | None] | None = None,
-    ) -> None:
-        self.label, self.class_names, self._targets = label, list(class_names), targets
-        self.paths, self._places = paths, places
+    def __init__(self, class_names: Sequence[str], targets: np.ndarray, paths: Sequence[str]) -> None:
+        self.class_names, self._targets, self.paths = list(class_names), targets, paths
 
     def __len__(self) -> int:
         return len(self._targets)
@@ -151,11 +131,7 @@ class FileSource:
     def read_file(self, index: int) -> tuple[bytes, Any]:
         """The contents of an image's file, and its class or its labels."""
         target = self._targets[index]
-        place = None if self._places is None else self._places[index]
-        path, offset, size = place or (self.paths[index], 0, -1)
-        with open(path, "rb") as file:
-            file.seek(offset)
-            return file.read(size), target if target.ndim else int(target)
+        return Path(self.paths[index]).read_bytes(), target if target.ndim else int(target)
 
     def read(self, index: int) -> tuple[Image.Image, Any]:
         data, target = self.read_file(index)
@@ -169,49 +145,46 @@ class FileSource:
 
 
 class FolderLayout(Layout):
-    """Class folders, or tar files of them: in folders of splits, or directly in the root."""
+    """Class folders: in folders of splits, or directly in the root."""
 
     def __init__(self, keys: ImageDataKeys) -> None:
         super().__init__(keys)
         self.whole = self.root
 
     def find(self, kind: str, name: str) -> str | None:
-        return find_split(self.root, kind, name)
+        """The folder of a split below the root: `name`, or one of `SPLIT_NAMES` if it is the kind."""
+        names = SPLIT_NAMES[kind] if name == kind else (name,)
+        return next(filter(os.path.exists, (os.path.join(self.root, one) for one in names)), None)
 
     def open(self, part: str, class_names: Sequence[str] | None = None) -> Source:
-        return open_classes(part, self.keys.class_map, class_names, is_root=part == self.root)
+        """The images of a folder of class folders.
 
-
-def find_split(root: str, kind: str, name: str | None = None) -> str | None:
-    """The folder or .tar of a split below `root`: `name`; or one of `SPLIT_NAMES` if `name` is None or the kind."""
-    names = SPLIT_NAMES[kind] if name in (None, kind) else (name,)
-    paths = (os.path.join(root, f"{one}{ending}") for one in names for ending in ("", ".tar"))
-    return next(filter(os.path.exists, paths), None)
-
-
-def open_classes(
-    path: str, class_map: ClassMap = None, class_names: Sequence[str] | None = None, *, is_root: bool = False
-) -> FileSource:
-    """The images of a folder of class folders, of a .tar of one, or of a folder of .tar files.
-
-    Classes are numbered by `class_map`, which also selects them; else as in `class_names`; else whole numbers by value,
-    and other names in natural order. ValueError for images outside class folders, for classes that are not in
-    `class_names`, without images, and if classes are in several folders of a root: these may be splits.
-    """
-    items = _find_items(path, is_root=is_root)
-    numbers = class_numbers(class_map, path)
-    if numbers is None:
-        found = {item.folders[-1] for item in items}
-        if class_names is not None and (extra := sorted(found - set(class_names))):
-            raise ValueError(f"{path} has class folders that the training has not: {name_some(extra)}")
-        names = sort_names(found, natural_order) if class_names is None else class_names
-        numbers = {name: number for number, name in enumerate(names)}
-    items = [item for item in items if item.folders[-1] in numbers]
-    if not items:
-        raise ValueError(f"{path} has none of the classes {name_some(list(numbers))}")
-    targets = np.array([numbers[item.folders[-1]] for item in items], dtype=np.int64)
-    paths, places = [item.path for item in items], [item.place for item in items]
-    return FileSource(path, names_by_number(numbers), targets, paths, places)
+        Classes are numbered by `data.class_map`, which also selects them; else as in `class_names`; else whole numbers
+        by value, and other names in natural order. ValueError for images outside class folders, for classes that are
+        not in `class_names`, without images, and if classes are in several folders of the root: these may be splits.
+        """
+        images = sorted(find_images(part), key=natural_order)
+        if not images:
+            raise ValueError(f"{part} holds no images in class folders")
+        folders = [PurePath(os.path.relpath(image, part)).parent.parts for image in images]
+        if not all(folders):
+            raise ValueError(f"{images[folders.index(())]} is in no class folder")
+        above = sorted({os.sep.join(parts[:-1]) for parts in folders})
+        if part == self.root and len(above) > 1:
+            several = name_some([name or "." for name in above])
+            raise ValueError(f"{part} has classes in several folders ({several}): name the splits, as data.train_split")
+        labels = [parts[-1] for parts in folders]
+        numbers = class_numbers(self.keys.class_map, part)
+        if numbers is None:
+            if class_names is not None and (extra := sorted(set(labels) - set(class_names))):
+                raise ValueError(f"{part} has class folders that the training has not: {name_some(extra)}")
+            names = sort_names(labels, natural_order) if class_names is None else class_names
+            numbers = {name: number for number, name in enumerate(names)}
+        chosen = [(numbers[label], image) for label, image in zip(labels, images, strict=True) if label in numbers]
+        if not chosen:
+            raise ValueError(f"{part} has none of the classes {name_some(list(numbers))}")
+        targets, paths = zip(*chosen, strict=True)
+        return FileSource(names_by_number(numbers), np.array(targets, dtype=np.int64), paths)
 
 
 def natural_order(name: str) -> tuple[list[str | int], str]:
@@ -226,39 +199,6 @@ def find_images(root: str) -> list[str]:
         folders[:] = (name for name in folders if not is_hidden(name))
         images += (os.path.join(folder, name) for name in files if is_image(name))
     return images
-
-
-def _find_items(path: str, *, is_root: bool) -> list[_Item]:
-    images = sorted(find_images(path), key=natural_order)
-    items = [_Item(PurePosixPath(os.path.relpath(image, path)).parent.parts, image) for image in images]
-    if not items:
-        archives = [Path(path)] if os.path.isfile(path) else sorted(Path(path).glob("*.tar"))
-        items = _find_members([archive for archive in archives if not is_hidden(archive.name)])
-    if not items:
-        raise ValueError(f"{path} holds no images in class folders")
-    if outside := next((item.path for item in items if not item.folders), None):
-        raise ValueError(f"{outside} is in no class folder")
-    above = sorted({os.sep.join(item.folders[:-1]) for item in items})
-    if is_root and len(above) > 1:
-        folders = name_some([name or "." for name in above])
-        raise ValueError(f"{path} has classes in several folders ({folders}): name the splits, as data.train_split")
-    return items
-
-
-def _find_members(archives: Sequence[Path]) -> list[_Item]:
-    """The images in tar files. The archive's name is the class of images outside folders, if there are several."""
-    found: dict[tuple[str, str], _Item] = {}
-    for archive in archives:
-        with tarfile.open(archive) as content:
-            for member in content:
-                path = PurePosixPath(os.path.normpath(member.name))
-                if not member.isfile() or not is_image(path.name) or any(map(is_hidden, path.parts)):
-                    continue
-                folders = path.parent.parts or ((archive.stem,) if len(archives) > 1 else ())
-                place = (str(archive), member.offset_data, member.size)
-                # Of several members with one name the last counts, as in tar.
-                found[member.name, archive.name] = _Item(folders, str(archive / path), place)
-    return [found[key] for key in sorted(found, key=lambda key: (natural_order(key[0]), key[1]))]
 
 
 def class_numbers(class_map: ClassMap, root: str = "") -> dict[str, int] | None:
@@ -303,7 +243,7 @@ class TableLayout(Layout):
                 raise ValueError(f"{part}, line {line}: the label {unknown[0]!r} is not among {classes}")
         _, paths, sets = zip(*rows, strict=True)
         targets = targets_of(np.arange(len(rows)), sets, class_names, multi_label=self.keys.multi_label)
-        return FileSource(part, class_names, targets, paths)
+        return FileSource(class_names, targets, paths)
 
 
 def _read_rows(path: Path, keys: ImageDataKeys) -> Iterator[tuple[int, str, Labels]]:

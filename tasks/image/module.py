@@ -1,4 +1,4 @@
-"""The image classification task: loss, metrics, optimizer and schedule around a backbone."""
+"""The image classification task: loss, metrics, optimizer and schedule around a backbone, and its report."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,12 +14,23 @@ from longseq.tasks.data.loader import IMAGES, TARGETS, check_class_numbers, chec
 from longseq.tasks.image.config import DataInfo
 from longseq.tasks.image.model import state_data, state_decision
 from longseq.tasks.image.transforms import BatchMixing, normalize
+from longseq.tasks.training.class_report import ClassReport
 from longseq.tasks.training.classifier import ClassifierModule
 from longseq.tasks.training.distributed import UpdateSum, count_processes
 from longseq.tasks.training.recipe import Training
 
 # The largest rounding error of a sum of probabilities in half precision.
 _ROUNDING = 0.02
+
+
+class ImageReport(ClassReport):
+    """Adds the figures of each class."""
+
+    unit = "images"
+    headline = ("top1", "top5", "accuracy", "f1", "f1_micro", "balanced_accuracy", "average_precision", "loss")
+
+    def next_commands(self, checkpoint: str) -> list[str]:
+        return [*super().next_commands(checkpoint), f"longseq export {checkpoint} format=onnx"]
 
 
 class ImageClassifier(ClassifierModule):
@@ -200,10 +211,10 @@ class ImageClassifier(ClassifierModule):
             losses = functional.cross_entropy(logits, targets, reduction="none").unsqueeze(1)
         return (weights * losses).mean()
 
-    def evaluate_batch(self, batch: tuple[Tensor, Tensor], metrics: Any, stage: str) -> Tensor | None:
-        """Update the metrics of a stage; returns the logits, or None for an empty part of a distributed batch."""
+    def evaluate_batch(self, batch: tuple[Tensor, Tensor], metrics: Any, stage: str) -> None:
+        """Update the metrics of a stage; a process's part of a distributed batch may be empty."""
         images, targets = batch
-        logits = None
+        logits = torch.zeros(0, self.num_classes, device=targets.device)
         if len(targets) > 0:
             logits = self._of_classes(self(images)).float()
             if self.multi_label:
@@ -211,11 +222,9 @@ class ImageClassifier(ClassifierModule):
             else:
                 loss = functional.cross_entropy(logits, targets)
             metrics["loss"].update(loss, weight=len(targets))
-        measured = torch.zeros(0, self.num_classes, device=targets.device) if logits is None else logits
         is_distribution = targets.ndim == 2 and not self.multi_label
         classes = targets.argmax(dim=1) if is_distribution else targets.long()
-        self.measure(self.rankable(measured), classes, metrics, stage)
-        return logits
+        self.measure(self.rankable(logits), classes, metrics, stage)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         thresholds = None if self.thresholds is None else self.thresholds.tolist()

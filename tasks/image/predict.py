@@ -34,7 +34,7 @@ class ImageFiles(Inputs):
         self.paths = [str(root)] if root.is_file() else sorted(find_images(str(root)))
         if not self.paths:
             raise ValueError(f"input={path} holds no images")
-        split = Split.whole(FileSource(path, [], np.zeros(len(self.paths), np.int64), self.paths))
+        split = Split.whole(FileSource([], np.zeros(len(self.paths), np.int64), self.paths))
         self.info, self.batches = info, EvaluationBatches(split, evaluation_transform(info), info)
         self.details = decided_details(info)
 

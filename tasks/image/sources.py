@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import io
-import logging
 import os
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
 from timm.data import create_dataset
 from timm.data.readers import create_reader
 from torch import Tensor
+from torch.utils.data import TensorDataset
 from torchvision import datasets as torchvision_datasets
 
 from longseq.tasks.data.labels import LabelError, number_of_class, rarest_labels, require_one_list
@@ -27,13 +28,9 @@ from longseq.tasks.image.files import (
     Layout,
     Source,
     class_numbers,
-    find_split,
     names_by_number,
-    open_classes,
 )
 from longseq.tasks.training.targets import TARGET, build_own, is_named
-
-_log = logging.getLogger(__name__)
 
 # Data sets of torchvision with the splits train and test. timm reads any unknown name as test.
 _TWO_PARTS = ("cifar10", "cifar100", "fashion_mnist", "kmnist", "mnist", "qmnist")
@@ -75,26 +72,6 @@ class Splits:
     train: Split
     validation: Split
     test: Split
-
-
-class ArraySource:
-    """Decoded images of one size in memory: uint8 [N, H, W] or [N, H, W, 3]."""
-
-    def __init__(self, images: np.ndarray, targets: np.ndarray, class_names: Sequence[str], label: str) -> None:
-        self.images, self._targets = images, np.asarray(targets, dtype=np.int64)
-        self.class_names, self.label = list(class_names), label
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def read(self, index: int) -> tuple[Image.Image, int]:
-        return Image.fromarray(self.images[index]), int(self._targets[index])
-
-    def path(self, index: int) -> str:
-        return f"{self.label}#{index}"
-
-    def targets(self) -> np.ndarray:
-        return self._targets
 
 
 class HubSource:
@@ -217,68 +194,18 @@ def split_off(split: Split, fraction: float, seed: int) -> tuple[Split, Split]:
     return Split(split.source, split.indices[~taken]), Split(split.source, split.indices[taken])
 
 
-def finish_splits(sources: Mapping[str, Source], val_fraction: float, split_seed: int, label: str) -> Splits:
-    """The splits of the sources `train`, and maybe `validation` and `test`.
-
-    Without `validation`, `val_fraction` of the training images is held out. Without `test`, the validation images are
-    also the test images, with a warning.
-    """
-    train = Split.whole(sources["train"])
-    if "validation" in sources:
-        validation = Split.whole(sources["validation"])
-    else:
-        train, validation = split_off(train, val_fraction, split_seed)
-    if "test" in sources and sources["test"] is not sources.get("validation"):
-        return Splits(train, validation, Split.whole(sources["test"]))
-    _log.warning("%s has no test split: the validation images are also the test images", label)
-    return Splits(train, validation, validation)
-
-
-def digits(root: str | None = None, **_: Any) -> Splits:
+def digits() -> Splits:
     """scikit-learn's 1,797 handwritten digits of 8 x 8 pixels; the test set is the same fifth for every seed."""
     from sklearn.datasets import load_digits
 
     bunch = load_digits()
     images = np.round(bunch.images * (255 / 16)).astype(np.uint8)  # [N, 8, 8], levels 0 to 16
-    source = ArraySource(images, bunch.target, [str(digit) for digit in range(10)], "digits")
+    dataset: Any = TensorDataset(torch.from_numpy(images), torch.from_numpy(bunch.target))
+    dataset.classes, dataset.targets = [str(digit) for digit in range(10)], bunch.target
+    source = DatasetSource(dataset, "digits", num_classes=None)
     rest, test = split_off(Split.whole(source), 0.2, seed=0)
     train, validation = split_off(rest, 0.1, seed=1)
     return Splits(train, validation, test)
-
-
-def fashion_mnist(root: str | None, *, download: bool, val_fraction: float, split_seed: int) -> Splits:
-    """Fashion-MNIST in torchvision's raw format below `root`: validation is part of the 60,000, test is the 10,000."""
-    sources = _open_torchvision("FashionMNIST", root, download)
-    return finish_splits(sources, val_fraction, split_seed, "fashion_mnist")
-
-
-def cifar10(root: str | None, *, download: bool, val_fraction: float, split_seed: int) -> Splits:
-    """CIFAR-10 below `root`, as folders train/ and test/ (or val/), or as cifar-10-batches-py; test is the 10,000."""
-    folder = require_root(root)
-    train, test = find_split(folder, "train"), find_split(folder, "test") or find_split(folder, "validation")
-    if train is None or test is None:
-        sources = _open_torchvision("CIFAR10", root, download)
-    else:
-        files = open_classes(train)
-        sources = {"train": _in_memory(files), "test": _in_memory(open_classes(test, class_names=files.class_names))}
-    return finish_splits(sources, val_fraction, split_seed, "cifar10")
-
-
-def _open_torchvision(name: str, root: str | None, download: bool) -> dict[str, ArraySource]:
-    found = {}
-    for split in ("train", "test"):
-        data = getattr(torchvision_datasets, name)(require_root(root), train=split == "train", download=download)
-        label = f"{root}/{name}/{split}"
-        found[split] = ArraySource(np.asarray(data.data), np.asarray(data.targets), data.classes, label)
-    return found
-
-
-def _in_memory(source: FileSource) -> ArraySource:
-    images = np.stack([np.asarray(source.read(index)[0].convert("RGB")) for index in range(len(source))])
-    return ArraySource(images, source.targets(), source.class_names, source.label)
-
-
-SOURCES: dict[str, Callable[..., Splits]] = {"digits": digits, "fashion_mnist": fashion_mnist, "cifar10": cifar10}
 
 
 def require_root(root: str | None) -> str:
@@ -308,7 +235,8 @@ class NamedLayout(Layout):
     def open(self, part: str, class_names: Sequence[str] | None = None) -> Source:
         source = self.keys.source
         if source.startswith("torch/"):
-            dataset: Any = create_dataset(source, root=self.cache, split=part, download=self.keys.download)
+            root = require_root(self.cache)
+            dataset: Any = create_dataset(source, root=root, split=part, download=self.keys.download)
             if hasattr(dataset, "loader"):
                 dataset.loader = decode
             return DatasetSource(dataset, source, num_classes=self.keys.num_classes)

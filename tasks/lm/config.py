@@ -7,8 +7,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from longseq.tasks.config import Count, Keys, Positive, Share, TaskKeys, key
+from longseq.tasks.config import Count, Keys, Positive, TaskKeys, key
 from longseq.tasks.training.configuration import TokenModelKeys
+
+Part = Annotated[float, Field(ge=0, le=1)]
 
 # The sources that read a key; all of them read the others.
 READ_BY: dict[str, tuple[str, ...]] = {
@@ -38,8 +40,8 @@ class TextDataKeys(Keys):
     separator: str | None = key(None, "the token between documents")
     column: str | None = key(None, "the column of the text, in jsonl, tables and saved sets")
     prompt_column: str | None = key(None, "the column of the prompts, which are read and not trained on")
-    validation: Share | None = key(None, "the share of the text that validates")
-    test: Share | None = key(None, "the share of the text that tests")
+    validation: Part | None = key(None, "the share of the text that validates")
+    test: Part | None = key(None, "the share of the text that tests; 1: all of it, to evaluate")
     cache: str | None = key(None, "the folder of prepared text; null: longseq/text in XDG_CACHE_HOME")
     window: int = key(..., "the tokens of a window", ge=2)
     packing: Literal["concatenated", "documents", "streams"] = key("concatenated", "how windows are filled")
@@ -55,8 +57,8 @@ class TextDataKeys(Keys):
         for name, sources in READ_BY.items():
             if getattr(self, name) is not None and self.source not in sources:
                 raise ValueError(f"{name} is not read by source={self.source}: set data.{name}=null")
-        if (self.validation or 0) + (self.test or 0) >= 1:
-            raise ValueError("validation and test leave nothing to train on: give less than 1")
+        if (self.validation or 0) + (self.test or 0) > 1:
+            raise ValueError("validation and test are more than the text")
         roots = len(self.root) if isinstance(self.root, list) else 1
         if self.weights is not None and len(self.weights) != roots:
             raise ValueError(f"weights has {len(self.weights)} entries, root {roots}: give one for each folder")

@@ -1,15 +1,9 @@
-"""Losses of language models: metrics over batches, and log-probabilities of texts and continuations, many at once.
-
-`score_documents` is `longseq evaluate checkpoint=FILE input=TEXT`.
-"""
+"""Losses of language models: metrics over batches, and log-probabilities of texts and continuations, many at once."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
-from itertools import islice
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -19,13 +13,9 @@ from torchmetrics import Metric
 from longseq.backbones.tokens import TokenBackbone
 from longseq.backbones.vocabulary_loss import CHUNK_SCORES, IGNORED
 from longseq.blocks.precision import at_least_float32
-from longseq.files import replacing
 from longseq.state import select_state
-from longseq.tasks.text.sources import Columns, Document, Malformed, Part, read_parts
-from longseq.tasks.text.tokenizer import Tokenizer
 
 PIECE_TOKENS = 1 << 16  # tokens that a model reads at a time, over all rows; they bound the memory
-_BLOCK = 1024  # documents in memory, which share batches by their lengths
 _GROUPS = 32  # of positions: 0, 1, 2 to 3, 4 to 7, ...; the last one has all from 2^30 on
 
 
@@ -110,20 +100,20 @@ class Likelihood(NamedTuple):
     is_greedy: bool
 
 
-def document_rows(model: TokenBackbone, tokens: Sequence[int], start: int = 1) -> list[Row]:
-    """Rows that together score the tokens of a document from `start` on.
+def document_rows(model: TokenBackbone, tokens: Sequence[int]) -> list[Row]:
+    """Rows that together score the tokens of a document after the first one.
 
-    A model with learned positions reads windows of `max_length` tokens, counted from the beginning of the document; the
-    last one overlaps the one before, and those before `start` are left out. Other models read the document whole.
+    A model with learned positions reads windows of `max_length` tokens; the last one overlaps the one before. Other
+    models read the document whole.
     """
     most = model.max_length
     if most is None or len(tokens) - 1 <= most:
-        return [Row(tokens, start)]
+        return [Row(tokens)]
     rows = []
-    for place in range((start - 1) // most * most, len(tokens) - 1, most):
+    for place in range(0, len(tokens) - 1, most):
         stop = min(place + most + 1, len(tokens))
         begin = max(0, stop - 1 - most)
-        rows.append(Row(tokens[begin:stop], max(start, place + 1) - begin))
+        rows.append(Row(tokens[begin:stop], place + 1 - begin))
     return rows
 
 
@@ -180,60 +170,3 @@ def _score_batch(model: TokenBackbone, rows: Sequence[Row]) -> list[Likelihood]:
             missed.index_add_(0, row, (scores.argmax(-1) != wanted).double())
         begin = end
     return [Likelihood(*one) for one in zip(total.tolist(), (missed == 0).tolist(), strict=True)]
-
-
-def score_documents(
-    model: TokenBackbone, tokenizer: Tokenizer, parts: Sequence[Part], columns: Columns, output: Path, batch_size: int
-) -> dict[str, float]:
-    """Write a line of JSON for each document of `parts`, in their order, and return counts and means over all of them.
-
-    The model reads the token with which texts begin, then the document. As in training, the log-probability is of the
-    text and the separator at its end; a prompt (`columns.prompt`) is read and not scored. A line has `document`
-    (its number, from 0), `log_probability` (in nats), `tokens`, `bytes`, `bits_per_byte` and `perplexity`; or
-    `document` and `error`, for a malformed or empty document.
-    """
-    count = tokens = size = left_out = 0
-    total = 0.0
-
-    def figures(log_probability: float, tokens: int, size: int) -> dict[str, float]:
-        bits = -log_probability / math.log(2) / size
-        return {"bits_per_byte": bits, "perplexity": perplexity_of(-log_probability / tokens)}
-
-    documents = enumerate(read_parts(parts, columns, "evaluating"))
-    with replacing(output) as partial, partial.open("w", encoding="utf-8") as file:
-        while block := list(islice(documents, _BLOCK)):
-            readable = [one for _, one in block if isinstance(one, Document) and not one.is_empty]
-            scored = iter(_score_together(model, tokenizer, readable, batch_size))
-            for number, one in block:
-                row: dict[str, Any] = {"document": number}
-                if isinstance(one, Malformed) or one.is_empty:
-                    left_out += 1
-                    row["error"] = one.describe() if isinstance(one, Malformed) else "empty"
-                else:
-                    log_probability, own_tokens = next(scored)
-                    own_size = len(one.text.encode())
-                    row |= {"log_probability": log_probability, "tokens": own_tokens, "bytes": own_size}
-                    row |= figures(log_probability, own_tokens, own_size)
-                    count, tokens, size = count + 1, tokens + own_tokens, size + own_size
-                    total += log_probability
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
-    counts = {"documents": count, "tokens": tokens, "bytes": size, "left_out": left_out}
-    return {**counts, "loss": -total / tokens, **figures(total, tokens, size)}
-
-
-def _score_together(
-    model: TokenBackbone, tokenizer: Tokenizer, documents: Sequence[Document], batch_size: int
-) -> list[tuple[float, int]]:
-    """The log-probability of each document, and the number of its scored tokens."""
-    encoded = tokenizer.encode_all([text for one in documents for text in (one.prompt, one.text)])
-    rows, owners, lengths = [], [], []
-    for index, (prompt, text) in enumerate(zip(encoded[::2], encoded[1::2], strict=True)):
-        read = [tokenizer.start, *prompt.tolist(), *text.tolist(), tokenizer.separator]
-        own = document_rows(model, read, 1 + len(prompt))
-        rows += own
-        owners += [index] * len(own)
-        lengths.append(len(text) + 1)
-    sums = [0.0] * len(documents)
-    for index, likelihood in zip(owners, score_rows(model, rows, batch_size), strict=True):
-        sums[index] += likelihood.log_probability
-    return list(zip(sums, lengths, strict=True))

@@ -18,12 +18,10 @@ class ClassReport(Report):
     unit: ClassVar[str]  # names the samples
 
     def extras(self, module: Any, info: Any, split: str) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for name, counts in ((split, module.confusion_matrix), ("val", module.val_confusion_matrix)):
-            if counts is not None and f"{name}/per_class" not in found:
-                found[f"{name}/per_class"] = per_class(counts, info.class_names, unit=self.unit)
-                if module.num_classes <= _MOST_CLASSES:
-                    found[f"{name}/confusion_matrix"] = counts.tolist()
+        counts = module.confusion_matrix
+        found: dict[str, Any] = {f"{split}/per_class": per_class(counts, info.class_names, unit=self.unit)}
+        if module.num_classes <= _MOST_CLASSES:
+            found[f"{split}/confusion_matrix"] = counts.tolist()
         if module.thresholds is not None:
             # of all labels, or of the second one of two classes
             decided = info.class_names if info.multi_label else info.class_names[1:]

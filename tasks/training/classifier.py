@@ -46,9 +46,8 @@ class ClassifierModule(TrainedModule):
 
     tables: ClassVar[Mapping[bool, Tables]] = TABLES
 
-    # Counts [true class, predicted class], or [C, 2, 2] of several labels, of the last test and the last validation.
+    # Counts [true class, predicted class], or [C, 2, 2] of several labels, of the last test.
     confusion_matrix: Tensor | None = None
-    val_confusion_matrix: Tensor | None = None
 
     def __init__(
         self,
@@ -101,7 +100,9 @@ class ClassifierModule(TrainedModule):
         metrics that rank samples read `probabilities` (see `rankable`).
         """
         if self._scores is None or stage != "val":
-            self._count(metrics, probabilities, wanted)
+            decisions = self._count(metrics, probabilities, wanted)
+            if stage == "test" and len(wanted):
+                self.confusion.update(decisions, wanted)
             self._log_metrics(metrics, stage)
             return
         # what depends on the threshold is counted after the last batch
@@ -110,18 +111,11 @@ class ClassifierModule(TrainedModule):
         update_metrics(others, probabilities, wanted, wanted)
         self._log_metrics(others, stage)
 
-    def _count(self, metrics: Mapping[str, Any], probabilities: Tensor, wanted: Tensor) -> None:
-        """Add samples to metrics, and their decisions to the confusion matrix."""
+    def _count(self, metrics: Mapping[str, Any], probabilities: Tensor, wanted: Tensor) -> Tensor:
+        """Add samples to metrics; returns the decisions about them."""
         decisions = decide(probabilities.float(), self.thresholds, multi_label=self.multi_label)
         update_metrics(metrics, probabilities, decisions, wanted)
-        if len(wanted):
-            self.confusion.update(decisions, wanted)
-
-    def on_validation_epoch_start(self) -> None:
-        # Training must not change a state that an earlier validation made in torch's inference mode.
-        self.confusion.reset()
-
-    on_test_epoch_start = on_validation_epoch_start
+        return decisions
 
     def on_validation_epoch_end(self) -> None:
         if self._scores is not None and self._criterion is not None:
@@ -130,15 +124,12 @@ class ClassifierModule(TrainedModule):
             self._count(decided, *self._scores.own())
             self._log_metrics(decided, "val")
             self._scores.reset()
-        self.val_confusion_matrix = self._finish_confusion()
+
+    def on_test_epoch_start(self) -> None:
+        self.confusion.reset()
 
     def on_test_epoch_end(self) -> None:
-        self.confusion_matrix = self._finish_confusion()
-
-    def _finish_confusion(self) -> Tensor:
-        counts: Tensor = self.confusion.compute().cpu()
-        self.confusion.reset()
-        return counts
+        self.confusion_matrix = self.confusion.compute().cpu()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
@@ -148,18 +139,11 @@ class ClassifierModule(TrainedModule):
             if "data" in run:
                 checkpoint[CHECKPOINT_RUN] = {**run, "data": {**run["data"], "thresholds": thresholds}}
             checkpoint["thresholds"] = thresholds
-        if (counts := self.val_confusion_matrix) is not None:
-            sparse = {"shape": list(counts.shape), "places": counts.nonzero().int(), "values": counts[counts != 0]}
-            checkpoint["val_confusion_matrix"] = sparse
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(checkpoint)
         if (thresholds := checkpoint.get("thresholds")) is not None:
             self.thresholds = torch.tensor(thresholds)
-        if (saved := checkpoint.get("val_confusion_matrix")) is not None:
-            counts = torch.zeros(saved["shape"], dtype=saved["values"].dtype)
-            counts[tuple(saved["places"].long().T)] = saved["values"]
-            self.val_confusion_matrix = counts
 
 
 def _given_thresholds(threshold: Any, num_classes: int, multi_label: bool) -> Tensor | None:

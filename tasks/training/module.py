@@ -152,13 +152,13 @@ class TrainedModule(LightningModule):
     def _read_before_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         return self.read_batch(batch)
 
-    def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.evaluate_batch(self.read_batch(batch), self.val_metrics, "val")
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.evaluate_batch(self.read_batch(batch), self.val_metrics, "val")
 
-    def test_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.evaluate_batch(self.read_batch(batch), self.test_metrics, "test")
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.evaluate_batch(self.read_batch(batch), self.test_metrics, "test")
 
-    def evaluate_batch(self, batch: Any, metrics: Any, stage: str) -> Any:
+    def evaluate_batch(self, batch: Any, metrics: Any, stage: str) -> None:
         """Update and log the metrics of a stage, val or test; a process's part of a batch may be empty."""
         if len(batch[1]):
             self.update_metrics(batch, metrics)

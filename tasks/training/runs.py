@@ -49,8 +49,6 @@ FREE_KEYS = (
     "callbacks.progress",
     "callbacks.telemetry",
     "callbacks.unreadable",
-    "callbacks.worst",
-    "callbacks.confusion",
     "logger",
     "learning_rate_finder",  # its result is in the checkpoint
     "recipe.chosen",

@@ -28,7 +28,6 @@ def make(mixer: str = "deltanet", **options: Any) -> TextClassifier:
     usual = {"num_classes": 3, "vocab_size": 7, "d_model": 16, "depth": 1, "mlp": None, "mixer_options": own}
     model = TextClassifier(**{**usual, "mixer": mixer, **options}).double().eval()
     with torch.no_grad():
-        model.body.embedding.weight.mul_(50)  # so that tokens, and not rounding, determine the output
         model.head.weight.mul_(50)
     return model
 
@@ -60,7 +59,6 @@ def test_packed_and_padded_documents_are_scored_as_if_alone(mixer: str) -> None:
     readings: list[dict[str, Any]] = [
         {},
         {"direction": "bidirectional"},
-        {"direction": "bidirectional", "share_directions": "all"},
         {"direction": "alternating", "depth": 2, "positions": "learned", "max_length": 5},
     ]
     for reading in readings:
@@ -102,7 +100,7 @@ def test_every_pooling_and_sharing_reads_batches_as_single_documents(pooling: st
     documents = [document for document in make_documents() if document.shape[1]]
     turned = [document.flip(1) for document in documents]
     row = torch.cat(documents, dim=1)
-    for sharing in ("projections", "all", "none"):
+    for sharing in ("projections", "none"):
         model = make(direction="bidirectional", pooling=pooling, share_directions=sharing, positions="learned",
                      max_length=5, depth=2)  # fmt: skip
         alone = torch.cat([model(document) for document in documents])
@@ -226,7 +224,7 @@ def test_a_forward_classifier_starts_with_the_features_of_the_language_model(mix
 
 
 @cases("mixer", ["deltanet", "mamba2", "rwkv4"])
-@cases("sharing", ["projections", "all", "none"])
+@cases("sharing", ["projections", "none"])
 @cases("merge", ["sum", "mean"])
 @pytest.mark.slow
 def test_a_bidirectional_layer_starts_as_the_mean_of_two_readings_by_the_language_models(

@@ -219,10 +219,9 @@ def check_contract(model):
     torch.testing.assert_close(model(x), logits, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("share", ["all", "none"])
 @pytest.mark.parametrize("direction", ["bidirectional", "cross"])
-def test_every_way_of_sharing_gives_all_parameters_a_gradient(direction, share):
-    check_gradients(tiny("longhorn", direction, share_directions=share, merge="mean"))
+def test_separate_projections_get_a_gradient(direction):
+    check_gradients(tiny("longhorn", direction, share_directions="none", merge="mean"))
 
 
 @pytest.mark.parametrize("mixer", REPRESENTATIVES)

@@ -81,7 +81,7 @@ def test_each_order_has_its_own_values(share: str, direction: str, merge: str, h
         for _ in range(2)
     ]
     for place, layer in enumerate(layers):
-        for mixer in {id(mixer): mixer for mixer in layer.readers}.values():
+        for mixer in layer.readers:
             mixer.place_in_model(place, 2)
             if hooked:  # each order is then read by itself
                 mixer.register_forward_hook(lambda *_: None)

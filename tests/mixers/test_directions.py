@@ -69,11 +69,11 @@ def gradients_of(layer, x, layout, mask, monkeypatch=None):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize(("direction", "share"), [("bidirectional", "projections"), ("cross", "all")])
-@pytest.mark.parametrize("mixer", [name for name in mixers.mixer_names() if mixers.get(name).reads_backwards])
-def test_pairs_equal_one_order_at_a_time(monkeypatch, mixer, direction, share, masked):
+@pytest.mark.parametrize("direction", ["bidirectional", "cross"])
+@pytest.mark.parametrize("mixer", [name for name in mixers.mixer_names() if mixers.get(name).reads_pairs])
+def test_pairs_equal_one_order_at_a_time(monkeypatch, mixer, direction, masked):
     layout = layout_of(3, 4, "middle" if direction == "cross" else "none")
-    layer = build(mixer, direction, share=share)
+    layer = build(mixer, direction)
     for parameter in layer.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)  # initial norms of ones would be alike
     x = tokens(layout, batch=3)
@@ -125,20 +125,17 @@ def count_calls(layer):
 # Mixers whose pairs call the same operations as others are left out.
 @pytest.mark.slow
 @cases(
-    ("mixer", "share"),
+    "mixer",
     [
-        *((name, "projections") for name in ("deltanet", "gated_deltanet", "longhorn", "mamba", "linear_attention")),
-        *((name, "projections") for name in ("gla", "hgrn2", "retnet", "vla", "lattice")),
-        *(("rwkv6", share) for share in ("projections", "all")),
+        *("deltanet", "gated_deltanet", "longhorn", "mamba", "linear_attention"),
+        *("gla", "hgrn2", "retnet", "vla", "lattice", "rwkv6"),
     ],
 )
-def test_a_pair_launches_no_operation_twice(monkeypatch, mixer, share):
+def test_a_pair_launches_no_operation_twice(monkeypatch, mixer):
     if torch.cuda.is_available():
         pytest.skip("the kernels are emulated only where there is no GPU")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    paired, forward = (
-        count_calls(build(mixer, direction, share=share).float()) for direction in ("bidirectional", "forward")
-    )
+    paired, forward = (count_calls(build(mixer, direction).float()) for direction in ("bidirectional", "forward"))
     assert 0 < paired <= forward  # one operation computes a whole pair of Longhorn layers
 
 
@@ -186,7 +183,7 @@ def test_a_watched_layer_reports_each_mixer(mixer):
     for part in layer.mixers:
         part.observed = {}
     torch.testing.assert_close(layer(x, layout=layout)[0], plain)
-    assert all(part.observed for part in layer.mixers)
+    assert all(bool(part.observed) == hasattr(part.initial_state(1), "memory") for part in layer.mixers)
 
 
 @pytest.mark.parametrize("share", SHARING)
@@ -198,11 +195,10 @@ def test_hooks_on_the_mixers_see_each_reading(mixer, share):
         part.register_forward_hook(lambda _, __, found: seen.append(found[0]))
     torch.testing.assert_close(layer(x)[0], plain)
     assert len(seen) == len(layer.mixers)
-    readings = seen if share != "all" else seen[0].chunk(2)
     if share == "none":
-        expected = sum(part.project_out(reading) for part, reading in zip(layer.mixers, readings, strict=True))
+        expected = sum(part.project_out(reading) for part, reading in zip(layer.mixers, seen, strict=True))
     else:
-        expected = layer.mixers[0].project_out(sum(readings))
+        expected = layer.mixers[0].project_out(sum(seen))
     torch.testing.assert_close(plain, expected)
     layer.mixers[-1].register_forward_hook(lambda _, __, found: (2 * found[0], *found[1:]))
     assert not torch.allclose(layer(x)[0], plain)
@@ -233,7 +229,7 @@ def test_mean_is_the_sum_over_the_count(share):
     torch.testing.assert_close(total / 4, mean, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("share", ["projections", "all", "none"])
+@pytest.mark.parametrize("share", SHARING)
 @pytest.mark.parametrize("place", TOKEN_PLACES)
 def test_cross_treats_rows_and_columns_alike(place, share):
     layer = equal_scans(build(direction="cross", share=share))
@@ -272,8 +268,4 @@ def test_sharing_decides_the_parameter_count(mixer, direction, orders):
     projections = sum(count_parameters(part) for part in (one.in_proj, one.out_proj) if part is not None)
     scan = count_parameters(one) - projections
     counts = {share: count_parameters(build(mixer, direction, share=share)) for share in SHARING}
-    assert counts == {
-        "projections": projections + orders * scan,
-        "all": projections + scan,
-        "none": orders * (projections + scan),
-    }
+    assert counts == {"projections": projections + orders * scan, "none": orders * (projections + scan)}

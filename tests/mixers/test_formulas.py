@@ -117,7 +117,7 @@ def comba(p: Weights, x: Tensor, o: Options) -> Tensor:
     q, k, v = heads(H, *cut(silu(convolve(mixed, p["convolution.weight"])), keys, keys, 2 * keys))
     share = sigmoid(p["decay"]).unsqueeze(-1)
     q = unit(q - p["D"].unsqueeze(-1) * share * k)
-    erase = unit(share * k) if o.get("normalize_p", True) else share * unit(k)
+    erase = unit(share * k)
     decay = (-p["A_log"].exp() * softplus(rate + p["dt_bias"])).exp()
     strength = sigmoid(beta) * ((1 + decay) if o.get("negative_eigenvalues") else 1)
     S, y = zeros(H, keys // H, 2 * keys // H), []
@@ -536,7 +536,7 @@ SLOTS: list[Options] = [
 SCANS: list[Options] = [{}, {"state_size": 3, "rate_rank": 2}, {"expand": 3, "convolution_width": 2}]
 CASES: dict[Layer, list[Options]] = {
     abc: [{}, *SLOTS, {"num_slots": 3, "renormalize": False}],
-    comba: [{}, {"num_heads": 2}, {"negative_eigenvalues": True, "normalize_p": False}],
+    comba: [{}, {"num_heads": 2}, {"negative_eigenvalues": True}],
     delta_product: [{}, {"num_heads": 2, "steps": 3}, {"steps": 1, "negative_eigenvalues": False}],
     deltanet: [{}, *ONE_KEY, {"num_heads": 2}, {"negative_eigenvalues": True}, {"norm_eps": 1.0}],
     gated_deltanet: [{}, *ONE_KEY, {"num_heads": 2}, {"expand_k": 0.5, "expand_v": 1.0}, {"output_gate": False},

@@ -38,13 +38,6 @@ def test_extreme_gates_stay_finite(name: str) -> None:
         assert all(parameter.grad.isfinite().all() for parameter in mixer.parameters())
 
 
-def measure(mixer: Any, x: Tensor, **options: Any) -> dict[str, Tensor]:
-    mixer.observed = {}
-    mixer(x, **options)
-    observed, mixer.observed = mixer.observed, None
-    return observed
-
-
 def test_a_fixed_inverse_has_no_penalty_to_learn() -> None:
     mixer = make("vla", update_penalty=False)
     assert mixer.penalty is None
@@ -54,17 +47,14 @@ def test_a_fixed_inverse_has_no_penalty_to_learn() -> None:
     assert mixers.check("vla", laws=["flops_are_those_of_the_steps"], update_penalty=False) == ()
 
 
-def test_it_reports_the_norm_of_its_memory_and_the_health_of_its_inverse() -> None:
-    mixer = make("vla")
+@pytest.mark.parametrize("name", ["vla", "gsa"])
+def test_a_watched_mixer_reports_the_norm_of_its_memory(name: str) -> None:
+    mixer = make(name)
     mixer.observed = {}
     _, state = mixer(make_tokens())
     norm = torch.linalg.matrix_norm(state.memory).mean().float()
     torch.testing.assert_close(mixer.observed["state_norm"], norm)
-    smallest = torch.linalg.eigvalsh(state.inverse).min().float()
-    torch.testing.assert_close(mixer.observed["smallest_eigenvalue"], smallest)
-    assert 0 < smallest < 10
-    mixer(make_tokens() * torch.nan)
-    assert mixer.observed["smallest_eigenvalue"].isnan()
+    assert mixer(make_tokens(), output_final_state=False)[1] is None
 
 
 @pytest.mark.parametrize("level", [-200.0, 200.0], ids=["closed", "open"])
@@ -74,9 +64,7 @@ def test_gradients_are_finite_where_the_gates_saturate(level: float) -> None:
     with torch.no_grad():
         mixer.gate_bias.fill_(level)
     x = torch.randn(2, 21, 16, requires_grad=True)
-    mixer.observed = {}
     y, state = mixer(x)
-    assert mixer.observed["gate_saturation"] == 1
     (y.square().sum() + state.memory.square().sum()).backward()
     assert all(part.grad.isfinite().all() for part in (x, *mixer.parameters()))
 

@@ -39,7 +39,7 @@ def test_options_of_every_mixer():
         create("attention", 16, gate=True)
 
 
-@pytest.mark.parametrize("share", ["projections", "all", "none"])
+@pytest.mark.parametrize("share", ["projections", "none"])
 def test_images_read_both_ways(share):
     options = {"mixer": "longhorn", "mixer_options": {"output_gate": True}, "share_directions": share}
     model = ImageBackbone(img_size=32, patch_size=8, embed_dim=32, depth=2, num_classes=3, **options)

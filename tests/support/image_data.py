@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import tarfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,6 @@ def image_data(*, batch_size: int = 4, seed: int = 0, augment: Any = None, **key
     """The data module of these keys of `data`; it opens nothing yet."""
     keys = {"num_workers": 0} | keys
     return ImageDataModule(ImageDataKeys(**keys), batch_size=batch_size, seed=seed, augment=augment)
-
-
-def write_tar(path: Path, folder: Path) -> Path:
-    """An archive of what a folder holds."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w") as archive:
-        archive.add(folder, arcname=".")
-    return path
 
 
 def open_folder(root: Path, source: str = "folder", **keys: Any) -> ImageDataModule:

@@ -161,6 +161,7 @@ def test_every_experiment_runs(experiment, compose_config, tmp_path, monkeypatch
             data += ["data.text_column=text", "data.label_column=label"]
     else:
         data = [f"data.root={fashion_mnist if 'fashion_mnist' in name else image_folder}", "data.num_workers=0"]
+        data += ["data.source=folder", "data.test_split=null"] if "cifar10" in name else []
     config = compose_config(
         "train",
         f"experiment={name}",

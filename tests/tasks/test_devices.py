@@ -46,10 +46,9 @@ def run(tmp_path, monkeypatch, command_here):
 
 @pytest.mark.slow
 def test_a_run_continues_on_two_devices_and_again_on_one(run, tiny_overrides):
-    words = (*tiny_overrides, "callbacks.confusion=null")
-    (first,) = run("first", 7, *words)
-    ranks = run("second", 12, *words, "trainer=ddp_sim")  # several processes stop a batch after the signal
-    (third,) = run("third", -1, *words, "trainer.accumulate_grad_batches=2")
+    (first,) = run("first", 7, *tiny_overrides)
+    ranks = run("second", 12, *tiny_overrides, "trainer=ddp_sim")  # several processes stop a batch after the signal
+    (third,) = run("third", -1, *tiny_overrides, "trainer.accumulate_grad_batches=2")
     seen = [(epoch, positions) for epoch, *positions in first[:7]]
     for one, other in list(zip(*ranks, strict=True))[:6]:
         assert one[0] == other[0]

@@ -19,6 +19,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
+from torchvision.transforms.functional import pil_to_tensor
 
 import longseq
 from longseq.backbones.classifier import TextClassifier
@@ -179,7 +180,7 @@ def test_predictions_of_images_are_in_the_order_of_the_split(tmp_path):
     module, data = open_images(tmp_path)
     found = torch.cat(trainer().predict(module, datamodule=data))
     split = data.splits.test
-    images = torch.stack([torch.from_numpy(split.source.images[index])[None] for index in split.indices])
+    images = torch.stack([pil_to_tensor(split.source.read(index)[0]) for index in split.indices])
     with torch.no_grad():
         torch.testing.assert_close(found, module.eval()(normalize(images, data.info)), atol=1e-5, rtol=1e-4)
 

@@ -144,22 +144,16 @@ def language_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path
 @pytest.mark.slow
 def test_language_models(language_model: tuple[Path, Path, Path], tmp_path: Path) -> None:
     checkpoint, *files = language_model
-    text = write_jsonl(tmp_path / "text.jsonl", [{"text": "Document 9"}, {"text": "la"}, {"text": "says: la la la"}])
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("Document\nla la\nétat\nDocument 7 says\n")
     drawn = (f"input={prompts}", "max_new_tokens=12", "repetition_penalty=1.2", "seed=3")
 
-    def score(file: Path) -> list[float]:
-        measure(file, f"input={text}", f"output={tmp_path / 'scores.jsonl'}")
-        return [json.loads(line)["log_probability"] for line in (tmp_path / "scores.jsonl").open()]
-
     def continue_text(file: Path, *words: str) -> Any:
         return call(generate.run, "generate", f"checkpoint={file}", "device=cpu", *words)
 
-    metrics, scores, written = measure(checkpoint), score(checkpoint), continue_text(checkpoint, *drawn)
+    metrics, written = measure(checkpoint), continue_text(checkpoint, *drawn)
     for file in files:
         assert measure(file) == pytest.approx(metrics, abs=1e-4)
-        assert score(file) == pytest.approx(scores, abs=1e-3)
         assert continue_text(file, *drawn) == written
         (whole,) = continue_text(file, "prompt=Document", "max_new_tokens=9")
         (start,) = continue_text(file, "prompt=Document", "max_new_tokens=4", f"save_state={tmp_path / 'state'}")

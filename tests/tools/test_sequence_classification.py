@@ -32,7 +32,6 @@ def make(direction: str = "bidirectional", *, multi_label: bool = False, **text:
         num_classes=3, vocab_size=257, d_model=16, depth=1, mlp=None, mixer="deltanet", direction=direction
     )
     with torch.no_grad():
-        model.body.embedding.weight.mul_(50)
         model.head.weight.mul_(50)
     cut = {"max_length": None, "truncation": "none", **text}
     known = {"vocab_size": 257, "separator": 256, "class_names": NAMES, "multi_label": multi_label, **cut}

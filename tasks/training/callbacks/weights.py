@@ -109,7 +109,7 @@ class NonFiniteStop(Callback):
         self._loss: Tensor | None = None
         # Listed once in a training: walking through the modules takes longer than the checks.
         self._parameters: list[tuple[str, nn.Parameter]] = []
-        # For each update since the last check: number, parameter names, norms of the loss, parameters and gradients.
+        # For each update since the last check: number, names and norms of the parameters, the loss and the gradients.
         self._unread: list[tuple[int, list[str], Tensor]] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -125,12 +125,13 @@ class NonFiniteStop(Callback):
     ) -> None:
         assert self._loss is not None
         named = [(name, parameter) for name, parameter in self._parameters if parameter.grad is not None]
-        parameters = [parameter for _, parameter in named]
         # Infinite gradients are usual while a loss scaler (16-mixed) settles; it skips their updates.
         scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
-        gradients = [] if scaled else [parameter.grad for parameter in parameters]
+        gradients = [] if scaled else [parameter.grad for _, parameter in reversed(named)]
+        # From causes to effects: a bad parameter makes the loss bad, and this the gradients, the last layer's first.
         # Reduced to booleans only when they are read: each operation costs launch time.
-        norms = torch.stack([own_part(self._loss).float(), *_norms(parameters), *_norms(gradients)])
+        parameters = [parameter for _, parameter in named]
+        norms = torch.stack([*_norms(parameters), own_part(self._loss).float(), *_norms(gradients)])
         self._unread.append((trainer.global_step + 1, [name for name, _ in named], norms))
 
     def on_train_batch_end(
@@ -159,21 +160,11 @@ class NonFiniteStop(Callback):
         by_update = bad.bool().cpu().split([len(norms) for *_, norms in unread])
         for (step, names, _), found in zip(unread, by_update, strict=True):
             if found.any():
-                culprit = _find_culprit(names, found)
-                raise NonFiniteError(f"training diverged at step {step}: {culprit}; lower recipe.learning_rate")
-
-
-def _find_culprit(names: list[str], bad: Tensor) -> str:
-    """Says what was first not finite; `bad [1 + P + G]` marks the loss, the parameters `names` and their gradients."""
-    loss, parameters, gradients = bad.tensor_split([1, 1 + len(names)])
-    if parameters.any():
-        return f"parameter {names[int(parameters.nonzero()[0])]} went non-finite first"
-    # The backward pass runs from the output to the input, so the last of the bad gradients was the first in time.
-    name = names[int(gradients.nonzero()[-1])] if gradients.any() else None
-    if not loss.any():
-        return f"the gradient of parameter {name} went non-finite first while the loss was finite"
-    reached = "" if name is None else f", and its gradient reached parameter {name} first"
-    return f"the loss went non-finite first while every parameter was finite{reached}"
+                parameters, gradients = ([f"{kind} {name}" for name in names] for kind in ("parameter", "gradient of"))
+                first = [*parameters, "the loss", *reversed(gradients)][int(found.nonzero()[0])]
+                raise NonFiniteError(
+                    f"training diverged at step {step}: {first} went non-finite first; lower recipe.learning_rate"
+                )
 
 
 def _norms(tensors: list[Any]) -> list[Tensor]:

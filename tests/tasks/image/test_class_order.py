@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import tarfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from image_data import image_data
 from PIL import Image
 
 ORDERS = (["-10", "-2", "-1", "0", "01", "1", "10"], ["ant", "class2", "class10", "Zebra"], ["0", "-1", "-2", "none"])
-SOURCES = ("folder", "tar", "tars", "csv", "labels")
+SOURCES = ("folder", "csv", "labels")
 IMAGES = 4
 
 
@@ -29,12 +28,7 @@ def write(root: Path, names: Sequence[str]) -> dict[str, Path]:
             rows.append((str(path.relative_to(root)), name))
     with (root / "table.csv").open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([("file_name", "label"), *reversed(rows)])
-    (root / "tars").mkdir()
-    for kind, folder in (("images.tar", images), *((f"tars/{name}.tar", images / name) for name in names)):
-        with tarfile.open(root / kind, "w") as archive:
-            archive.add(folder, arcname=".")
-    paths = {"folder": images, "tar": root / "images.tar", "tars": root / "tars", "csv": root / "table.csv"}
-    return {**paths, "labels": root / "table.csv"}
+    return {"folder": images, "csv": root / "table.csv", "labels": root / "table.csv"}
 
 
 def open_data(kind: str, root: Path) -> Any:

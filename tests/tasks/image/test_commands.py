@@ -89,10 +89,10 @@ def test_several_labels_from_columns_of_a_table(longseq, folder_words, tmp_path)
             if split == "test":
                 assert again[f"test/{name}"] == pytest.approx(written[f"test/{name}"])
                 assert re.search(rf"^test/{name} +{written[f'test/{name}']:.4f} *$", told, re.MULTILINE), name
-        rows = written[f"{split}/per_class"]
-        assert [row["class"] for row in rows] == names
-        values = sk.precision_recall_fscore_support(wanted, decided, zero_division=0)
-        for name, column in zip(("precision", "recall", "f1", "images"), values, strict=True):
-            assert [float(row[name] or 0) for row in rows] == pytest.approx(list(column), abs=1e-4), name
-        matrices = sk.multilabel_confusion_matrix(wanted, decided).tolist()
-        assert written[f"{split}/confusion_matrix"] == matrices
+    rows = written["test/per_class"]
+    assert [row["class"] for row in rows] == names
+    values = sk.precision_recall_fscore_support(wanted, decided, zero_division=0)
+    for name, column in zip(("precision", "recall", "f1", "images"), values, strict=True):
+        assert [float(row[name] or 0) for row in rows] == pytest.approx(list(column), abs=1e-4), name
+    matrices = sk.multilabel_confusion_matrix(wanted, decided).tolist()
+    assert written["test/confusion_matrix"] == matrices

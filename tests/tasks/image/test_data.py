@@ -1,4 +1,4 @@
-"""The data module with its sources, on artificial data: digits, folders, tars, streams, damaged files, wrong input."""
+"""The data module with its sources, on artificial data: digits, folders, streams, damaged files, wrong input."""
 
 import io
 import struct
@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from image_data import image_data, write_tar
+from image_data import image_data
 from PIL import Image
 
 from longseq.tasks.data.loader import Place
@@ -85,19 +85,6 @@ def test_folder_without_splits_sets_some_images_apart(folder):
     other = open_data("folder", folder / "train", val_fraction=0.25, split_seed=1)
     check_classes(module)
     assert not torch.equal(gather(module.val_dataloader())[0], gather(other.val_dataloader())[0])
-
-
-@pytest.mark.slow
-def test_tar_files_with_workers(folder, tmp_path):
-    (tmp_path / "tars").mkdir()
-    for split in ("train", "val"):
-        write_tar(tmp_path / "tars" / f"{split}.tar", folder / split)
-    module = open_data("folder", tmp_path / "tars", num_workers=2)
-    assert module.info.sizes == {"train": 36, "val": 15, "test": 15}
-    check_classes(module)
-    single = open_data("folder", write_tar(tmp_path / "all.tar", folder / "train"))
-    assert single.info.sizes["train"] == 33
-    check_classes(single)
 
 
 def test_a_validation_folder_may_lack_a_class_but_not_add_one(folder):
@@ -179,12 +166,11 @@ def test_images_of_the_training_are_not_measured_by_other_shares(source, changes
         evaluated(module, root=f"{root.parent}/../{folder.name}/{root.name}", val_fraction=0.5)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_the_data_of_a_run_in_another_place_are_divided_as_before(packed, folder, tmp_path):
-    root = write_tar(tmp_path / "train.tar", folder / "train") if packed else folder / "train"
+def test_the_data_of_a_run_in_another_place_are_divided_as_before(folder, tmp_path):
+    root = folder / "train"
     module = open_data("folder", root, val_fraction=0.25)
     known = {Path(path).relative_to(root) for path in paths(module.splits.test)}
-    moved = root.rename(tmp_path / f"moved{root.suffix}")
+    moved = root.rename(tmp_path / "moved")
     again = evaluated(module, root=str(moved))
     assert {Path(path).relative_to(moved) for path in paths(again.splits.test)} == known
     with pytest.raises(ValueError, match="9 of the 18 images of split=test were trained on"):

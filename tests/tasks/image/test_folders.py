@@ -1,13 +1,12 @@
-"""Class folders and tar files: which folders are splits, and what is never pooled into one set."""
+"""Class folders: which folders are splits, and what is never pooled into one set."""
 
 from __future__ import annotations
 
-import tarfile
 from pathlib import Path
 
 import numpy as np
 import pytest
-from image_data import open_folder, write_tar
+from image_data import open_folder
 from PIL import Image
 
 
@@ -31,11 +30,8 @@ def draw(root: Path, *names: str) -> Path:
         ("cat", "dog", "dog/puppies"),
     ],
 )
-@pytest.mark.parametrize("packed", [False, True])
-def test_classes_in_several_folders_are_not_one_set(names, packed, tmp_path):
+def test_classes_in_several_folders_are_not_one_set(names, tmp_path):
     root = draw(tmp_path / "root", *names)
-    if packed:
-        root = write_tar(tmp_path / "root.tar", root)
     with pytest.raises(ValueError, match="has classes in several folders"):
         open_folder(root, val_fraction=0.5)
 
@@ -74,21 +70,6 @@ def test_the_innermost_folder_of_a_split_names_the_class(tmp_path):
     module = open_folder(root)
     assert module.info.class_names == ["cat", "dog", "fox"]
     assert module.splits.validation.source.targets().tolist() == [0, 0, 2, 2]
-
-
-def test_tar_files_of_classes_and_of_splits(tmp_path):
-    images = draw(tmp_path / "images", "cat", "dog")
-    for name in ("cat", "dog"):
-        write_tar(tmp_path / "classes" / f"{name}.tar", images / name)
-    write_tar(tmp_path / "splits" / "train.tar", images)
-    write_tar(tmp_path / "splits" / "val.tar", images)
-    with tarfile.open(tmp_path / "classes" / "cat.tar", "a") as archive:  # a later file of a name replaces it
-        archive.add(images / "dog" / "1.png", arcname="./0.png")
-        archive.add(images / "dog" / "1.png", arcname="./._0.png")
-    found = open_folder(tmp_path / "classes", val_fraction=0.5).splits.train.source
-    shades = [int(np.asarray(found.read(index)[0]).max()) for index in range(len(found))]
-    assert sorted(zip(shades, found.targets().tolist(), strict=True)) == [(1, 0), (10, 1), (11, 0), (11, 1)]
-    assert open_folder(tmp_path / "splits").info.sizes == {"train": 4, "val": 4, "test": 4}
 
 
 def test_a_class_map_picks_and_orders_classes(tmp_path):

@@ -1,24 +1,26 @@
-"""Log-probabilities of rows of tokens: they do not depend on what shares a batch, or on the pieces that are read."""
+"""Log-probabilities of rows of tokens, whatever shares a batch; and what windows of a text measure of its documents."""
 
 from __future__ import annotations
+
+import json
+import math
 
 import pytest
 import torch
 from representatives import REPRESENTATIVES
 
 from longseq.backbones.tokens import TokenBackbone
+from longseq.tasks import evaluate
 from longseq.tasks.lm import likelihood
 from longseq.tasks.lm.likelihood import Row, document_rows, score_rows
+from longseq.tasks.text.tokenizer import tokenizer_from_dict, train_tokenizer
 
 V = 11
 
 
 def make(mixer, **options):
     torch.manual_seed(0)
-    model = TokenBackbone(vocab_size=V, d_model=16, depth=2, mixer=mixer, mlp=None, **options).double().eval()
-    with torch.no_grad():
-        model.embedding.weight.mul_(30)  # so that tokens, and not rounding, decide the output
-    return model
+    return TokenBackbone(vocab_size=V, d_model=16, depth=2, mixer=mixer, mlp=None, **options).double().eval()
 
 
 def some_rows():
@@ -60,3 +62,34 @@ def test_a_model_of_learned_positions_reads_windows_of_a_document():
     assert [one.log_probability for one in found] == pytest.approx([directly(model, row)[0] for row in rows])
     (cut,) = score_rows(model, [Row(tokens, 20)], 1)
     assert cut.log_probability == pytest.approx(directly(model, Row(tokens[-9:], 6))[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packing", ["documents", "concatenated", "streams"])
+def test_windows_of_a_converted_model_begin_documents_as_the_documents_alone_do(packing, compose_config, tmp_path):
+    """Llama begins a document with <s> and ends it with </s>."""
+    texts = [f"{'x' * (number + 3)} is text {number}." for number in range(9)]
+    path = tmp_path / "text.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    torch.manual_seed(0)
+    model = TokenBackbone(vocab_size=300, d_model=16, depth=1, mixer="gated_deltanet").eval()
+    with torch.no_grad():
+        model.embedding.weight.mul_(10)
+    words = ("trainer=cpu", f"checkpoint={tmp_path / 'model'}", f"output={tmp_path / 'out.json'}")
+    words += ("data.source=files", f"data.root={path}", f"data.cache={tmp_path}", "data.validation=0", "data.test=1")
+    words += (f"data.tokenizer={tmp_path / 'model'}", f"data.packing={packing}", "data.eval_batch_size=1")
+    losses = []
+    for own in ({}, {"start": "x"}):
+        described = {**train_tokenizer(texts, 270).to_dict(), **own}
+        model.text = {"tokenizer": described, "window": 64}
+        model.save_pretrained(tmp_path / "model")
+        tokenizer = tokenizer_from_dict(described)
+        read = [[tokenizer.start, *tokens.tolist(), tokenizer.separator] for tokens in tokenizer.encode_all(texts)]
+        alone = -sum(one.log_probability for one in score_rows(model, [Row(tokens) for tokens in read], 2))
+        windows = evaluate.run(compose_config("evaluate", *words, "data.window=64"))
+        losses.append(windows["test/loss"])
+        if packing != "concatenated":  # which cuts documents, and begins their second parts without a state
+            assert windows["test/loss"] == pytest.approx(alone / (sum(map(len, read)) - len(read)), rel=1e-5)
+            size = len("".join(texts))
+            assert windows["test/bits_per_byte"] == pytest.approx(alone / math.log(2) / size, rel=1e-5)
+    assert abs(losses[0] - losses[1]) > 0.01

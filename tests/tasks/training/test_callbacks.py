@@ -89,11 +89,11 @@ def test_an_interrupted_validation_leaves_the_weights_as_trained(tiny):
         (lambda task: task.backbone.get_parameter(INNER).data.fill_(float("nan")), f"parameter {INNER} went"),
         (
             lambda task: task.backbone.get_parameter(HEAD).register_hook(lambda gradient: gradient * float("inf")),
-            "gradient of parameter head.weight went non-finite first while the loss was finite",
+            "gradient of head.weight went non-finite first",
         ),
         (
             lambda task: setattr(task, "criterion", NaNLoss()),
-            "the loss went non-finite first while every parameter was finite",
+            "the loss went non-finite first",
         ),
     ],
     ids=["parameter", "gradient", "loss"],

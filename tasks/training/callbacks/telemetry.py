@@ -1,29 +1,27 @@
-"""What the mixers report about themselves, the kernels that this and the training need, and confusion matrices."""
+"""What the mixers report about themselves, and the kernels that this and the training need."""
 
 import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
-from torchmetrics.utilities.plot import plot_confusion_matrix
 
 from longseq.blocks.sharding import has_shards
 from longseq.kernels.operation import prepare_kernels
 from longseq.kernels.self_test import is_tested
 from longseq.mixers import Mixer, named_readings
 from longseq.tasks.training.distributed import updated
-from longseq.tasks.training.logger import find_board, log_metrics
+from longseq.tasks.training.logger import log_metrics
 
 _log = logging.getLogger(__name__)
 
 
 class Telemetry(Callback):
-    """Logs `watch/LAYER/NAME` for everything that the mixers report (see `longseq.mixers.Mixer.observe`).
+    """Logs `watch/LAYER/state_norm`, the norm of the memory in each mixer's state.
 
     Every `every_n_steps` updates, the first process runs `examples` of the batch through the body of the model once
     more (see `TrainedModule.observe`): in evaluation mode, without gradients, in the precision of the training. The
@@ -126,30 +124,3 @@ def _name_mixers(model: nn.Module) -> dict[str, Mixer]:
         for order, mixer in zip(reading.orders, reading.readers, strict=True):
             named[layer if len(set(reading.readers)) == 1 else f"{layer}.{order}"] = mixer
     return named
-
-
-class ConfusionMatrix(Callback):
-    """Adds `val/confusion_matrix` (of the best checkpoint) and `test/confusion_matrix` to TensorBoard.
-
-    Rows are true classes, columns predicted ones. Nothing is drawn for more than `max_classes` classes, for several
-    labels per sample, or without matplotlib.
-    """
-
-    def __init__(self, max_classes: int = 100) -> None:
-        self.max_classes = max_classes
-
-    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        board = find_board(trainer.loggers)
-        if board is None or not trainer.is_global_zero or find_spec("matplotlib") is None:
-            return
-        from matplotlib.figure import Figure
-
-        names: Any = trainer.datamodule.info.class_names  # type: ignore[attr-defined]
-        of_splits = {"val": getattr(pl_module, "val_confusion_matrix", None), "test": pl_module.confusion_matrix}
-        for split, counts in of_splits.items():
-            if isinstance(counts, Tensor) and counts.ndim == 2 and len(counts) <= self.max_classes:
-                side = min(18, 3 + 0.4 * len(counts))  # inches
-                figure = Figure(figsize=(side, side), layout="tight")
-                axes, few = figure.add_subplot(), len(counts) <= 20
-                plot_confusion_matrix(counts, axes, add_text=few, labels=list(names), cmap="Blues")
-                board.experiment.add_figure(f"{split}/confusion_matrix", figure, trainer.global_step)
