@@ -134,7 +134,8 @@ def markdown(results: Mapping[str, Any]) -> str:
     lines = _lines(heading, rows)
     summary = results["summary"]
     seeds = max((value["runs"] for entry in summary for value in entry["metrics"].values()), default=0)
-    notes = [f"{results['report']}, mean over {seeds} seed(s) with the standard deviation."]
+    over = "one seed" if seeds == 1 else f"mean over {seeds} seeds with the standard deviation"
+    notes = [f"{results['report']}, {over}."]
     if failed := [entry for entry in summary if entry["failed"] and entry["metrics"]]:
         listed = ", ".join(f"{_label(entry)} ({entry['failed']} run(s))" for entry in failed)
         notes.append(f"Over fewer seeds or learning rates, as runs failed: {listed}.")
@@ -266,8 +267,15 @@ def plot_curves(results: Mapping[str, Any], path: Path) -> None:
         for number, entry in enumerate(results["costs"]):
             for seed, curve in enumerate(entry["curves"]):
                 name = entry["name"] if seed == 0 else None
-                axes.plot([point[place] for point in curve], [point[2] for point in curve], color=f"C{number % 10}",
-                          linestyle=("-", "--", ":")[number // 10 % 3], linewidth=1, label=name)  # fmt: skip
+                axes.plot(
+                    [point[place] for point in curve],
+                    [point[2] for point in curve],
+                    color=f"C{number % 10}",
+                    linestyle=("-", "--", ":")[number // 10 % 3],
+                    linewidth=1,
+                    marker=".",
+                    label=name,
+                )
         axes.set_xlabel(label)
         axes.grid(alpha=0.3)
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small")

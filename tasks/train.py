@@ -214,13 +214,13 @@ def _save_config(config: dict[str, Any], folder: Path) -> None:
 def _announce(
     config: dict[str, Any], info: Info, module: TrainedModule, checkpoint: Path | None, *, events: bool
 ) -> None:
-    model, recipe = config["model"], config["recipe"]
+    recipe = config["recipe"]
     batch, devices = device_batch_size(config), device_count(config)
     accumulate = config["trainer"].get("accumulate_grad_batches", 1)
     # A fitted model, such as the linear one, has no parameters yet.
-    parameters = f", {count_parameters(module.backbone) / 1e6:.2f}M parameters" if module.has_gradients else ""
+    parameters = f" ({count_parameters(module.backbone) / 1e6:.2f}M parameters)" if module.has_gradients else ""
     sizes = "".join(f", {count} {split}" for split, count in info.sizes.items() if count is not None)
-    _print(f"{model['label']} ({model['name']}{parameters}) on {config['data']['name']}: {info.describe()}{sizes}")
+    _print(f"{config['model']['label']}{parameters} on {config['data']['name']}: {info.describe()}{sizes}")
     if module.has_gradients:
         _print(
             f"effective batch {recipe['batch_size']} = {batch} per device x {devices} device(s) "

@@ -348,7 +348,7 @@ class TokenBackbone(PretrainedModel, nn.Module):
         """Return a state with room for `max_length` tokens in all, which steps fill in place.
 
         Layers of attention then have a cache of fixed size (see `longseq.mixers.attention.KeyValueCache`), and a step
-        copies no earlier keys and values. Other layers keep their state; Hyena and BaseConv still grow. If the number
+        copies no earlier keys and values. Other layers keep their state; Hyena's still grows. If the number
         of tokens is unknown, double the room whenever `room` is 0, at the price of a copy.
 
         Raises:
@@ -389,7 +389,7 @@ class TokenBackbone(PretrainedModel, nn.Module):
         `temperature` divides the logits, 0 takes the best token; `top_k` keeps the k best tokens, `top_p` the fewest
         whose probabilities reach p. `generator` gives the seed of each row. `cuda_graph` records the step and the
         choice of the token as a `StepGraph`, with the same tokens. Memory does not grow after the prompt, except with
-        Hyena and BaseConv.
+        Hyena.
 
         Raises:
             ValueError: the model does not read forward, an option has an invalid value, or the scores are not finite.

@@ -183,7 +183,7 @@ class TextInfo(Info):
         return tokenizer_from_dict(self.tokenizer)
 
     def describe(self) -> str:
-        return f"{self.vocab_size} tokens, windows of {self.window}"
+        return f"a vocabulary of {self.vocab_size}, windows of {self.window} tokens"
 
 
 class TextStream:

@@ -133,7 +133,7 @@ class RunLength:
         if span.in_updates(epoch) < total:
             return span.count if span.unit == "epochs" else span.in_updates(epoch) / epoch.updates
         updates = int(SHORTENED * total)
-        _log.warning("%s is no shorter than the run: the warm-up takes %d of its %d updates", span.key, updates, total)
+        _log.warning("%s is at least as long as the run: it takes %d of %d updates", span.key, updates, total)
         return updates / epoch.updates
 
     def _find(self, prefix: str) -> Span | None:

@@ -17,7 +17,7 @@ Weights = dict[str, Tensor]
 Options = dict[str, Any]
 
 # compared with a loop over tokens in files of their own
-ELSEWHERE = {"attention", "baseconv", "based", "hyena", "window_attention"}
+ELSEWHERE = {"attention", "based", "hyena", "window_attention"}
 
 MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": lambda x: x / (1 + (-x).exp()),

@@ -233,7 +233,7 @@ def test_states_tell_names_shapes_types_and_values_at_the_start() -> None:
 @pytest.mark.slow
 def test_an_onnx_file_names_its_inputs_and_outputs_and_where_it_is_from(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
-    export_language_model(build("baseconv"), path, data=DATA, dynamic_length=True, batch_sizes=(1,), opset=21)
+    export_language_model(build("hyena"), path, data=DATA, dynamic_length=True, batch_sizes=(1,), opset=21)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["model.onnx", "model.onnx.json"]
     file = onnx.load(str(path))
     facts = {entry.key: entry.value for entry in file.metadata_props}
@@ -246,7 +246,7 @@ def test_an_onnx_file_names_its_inputs_and_outputs_and_where_it_is_from(tmp_path
     }
     assert shapes == {"tokens": ["batch", "length"], **{state["input"]: state["shape"] for state in states}}
     assert json.loads(facts["tokenizer"]) == {"kind": "bytes"}
-    assert (facts["vocab_size"], facts["separator"], facts["mixer"], facts["opset"]) == ("11", "10", "baseconv", "21")
+    assert (facts["vocab_size"], facts["separator"], facts["mixer"], facts["opset"]) == ("11", "10", "hyena", "21")
     assert "max_length" not in facts
     assert re.match(r"\d+\.\d+", facts["longseq_version"])
 

@@ -40,6 +40,7 @@ class TrainingProgress(RichProgressBar):
         self._read_at = 0.0
         self._printed_at = 0.0
         self._has_validated = False  # since the last line
+        self._printed_update = -1
         self._epoch_began = 0.0
         self._units = 0  # in this epoch
         self._began = 0.0
@@ -82,7 +83,8 @@ class TrainingProgress(RichProgressBar):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_epoch_end(trainer, pl_module)
-        self._print_line(trainer, pl_module)
+        if trainer.global_step != self._printed_update:  # a run may end within an epoch, after its validation
+            self._print_line(trainer, pl_module)
 
     def _print_line(self, trainer: Trainer, module: LightningModule) -> None:
         now, last = time.monotonic(), getattr(module, "last_update", None)
@@ -99,7 +101,7 @@ class TrainingProgress(RichProgressBar):
         if last is not None and done > 0 and trainer.global_step < last:
             left = (now - self._began) / done * (last - trainer.global_step)  # at the mean pace since the start
             facts.append(f"{timedelta(seconds=round(left))} left")
-        self._has_validated, self._printed_at = False, now
+        self._has_validated, self._printed_at, self._printed_update = False, now, trainer.global_step
         if trainer.is_global_zero:
             line = "  ".join(facts)
             print(line, file=sys.stderr, flush=True)

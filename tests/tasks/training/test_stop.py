@@ -162,6 +162,9 @@ def result(folder: Path) -> Any:
     metrics = json.loads((folder / "metrics.json").read_text())
     with (folder / "metrics.csv").open() as file:
         rows = [{name: row[name] for name in row if not name.startswith("throughput/")} for row in csv.DictReader(file)]
+    for path in folder.glob("events.out.*"):  # files of one second are read by their last number, .10 before .9
+        stem, _, number = path.name.rpartition(".")
+        path.rename(path.with_name(f"{stem}.{int(number):04}"))
     board = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
     tags = [tag for tag in board.Tags()["scalars"] if not tag.startswith("throughput/")]
     curves = {tag: [(event.step, event.value) for event in board.Scalars(tag)] for tag in tags}
