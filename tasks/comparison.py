@@ -267,15 +267,8 @@ def plot_curves(results: Mapping[str, Any], path: Path) -> None:
         for number, entry in enumerate(results["costs"]):
             for seed, curve in enumerate(entry["curves"]):
                 name = entry["name"] if seed == 0 else None
-                axes.plot(
-                    [point[place] for point in curve],
-                    [point[2] for point in curve],
-                    color=f"C{number % 10}",
-                    linestyle=("-", "--", ":")[number // 10 % 3],
-                    linewidth=1,
-                    marker=".",
-                    label=name,
-                )
+                style = {"color": f"C{number % 10}", "linestyle": ("-", "--", ":")[number // 10 % 3], "linewidth": 1}
+                axes.plot([one[place] for one in curve], [one[2] for one in curve], marker=".", label=name, **style)
         axes.set_xlabel(label)
         axes.grid(alpha=0.3)
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small")

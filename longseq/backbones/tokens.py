@@ -100,7 +100,7 @@ class TokenBackbone(PretrainedModel, nn.Module):
         positions: none (the recurrence itself depends on the order), or learned: a table of `max_length` vectors that
             is added to the embeddings.
         embedding_norm: norm the embeddings before the first block, as RWKV does.
-        residual_init: the initial size of the projections into the residual (see `init_weights`).
+        residual_init: factor of the initial projections into the residual (see `init_weights`).
         tie_embeddings: the head scores a token by its embedding.
         dropout: of the embeddings.
         drop_path: probability of leaving out a branch of the last block, growing linearly from 0.
@@ -211,10 +211,10 @@ class TokenBackbone(PretrainedModel, nn.Module):
         With `residual_init` = 0.02, the standard deviation of the embeddings, blocks start as small as the embeddings.
         With 1 their random outputs hide the embeddings at first; Zoology, MAD and GPT-2 start like that.
 
-        The standard deviation is 1/sqrt(3 d_model). GPT-2's constant 0.02 equals it at a width of 833. At a width of 64
-        the constant is about a quarter of it, and keys and gates, products of several projections, start too small to
-        learn from: after five epochs of data=mqar, Longhorn's accuracy is 0.06 with the constant, and 0.33 with
-        1/sqrt(3 d_model).
+        The standard deviation of `nn.Linear` is 1/sqrt(3 d_model). GPT-2's constant 0.02 equals it at a width of 833.
+        At a width of 64 the constant is about a quarter of it, and keys and gates, products of several projections,
+        start too small to learn from: after five epochs of data=mqar, Longhorn's accuracy is 0.06 with the constant,
+        and 0.33 with 1/sqrt(3 d_model).
 
         Sources: GPT-2 (Radford et al., 2019), section 2.3, for the residual: 2 depth where blocks have an MLP; Mamba
         (Gu and Dao, 2023), with depth where blocks have none.
@@ -348,8 +348,8 @@ class TokenBackbone(PretrainedModel, nn.Module):
         """Return a state with room for `max_length` tokens in all, which steps fill in place.
 
         Layers of attention then have a cache of fixed size (see `longseq.mixers.attention.KeyValueCache`), and a step
-        copies no earlier keys and values. Other layers keep their state; Hyena's still grows. If the number
-        of tokens is unknown, double the room whenever `room` is 0, at the price of a copy.
+        copies no earlier keys and values. Other layers keep their state; Hyena's still grows. If the number of
+        tokens is unknown, double the room whenever `room` is 0, at the price of a copy.
 
         Raises:
             ValueError: the state has more than `max_length` tokens.

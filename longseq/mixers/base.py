@@ -258,10 +258,9 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
     def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the sum of two scans: by this mixer from the first token on, and by `backward` from the last token on.
 
-        `backward` has the same class and options. Each operation over sequences runs once
-        for both scans and reads the second half of its rows from the end. Submodules are mostly bypassed, so
-        `Directions` calls `scan` instead where they have hooks or were replaced, where a callback watches, and
-        for packed rows.
+        `backward` has the same class and options. Each operation over sequences runs once for both scans and reads the
+        second half of its rows from the end. Submodules are mostly bypassed, so `Directions` calls `scan` instead where
+        they have hooks or were replaced, where a callback watches, and for packed rows.
         """
         raise NotImplementedError
 

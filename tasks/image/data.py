@@ -68,9 +68,9 @@ _LAYOUTS: Mapping[str, type[Layout] | None] = {
 class ImageDataModule(TaskData):
     """Images of one source, augmented for training, with fixed sets for validation and test.
 
-    `source` is digits, folder (class folders), csv (see `longseq.tasks.image.files`), own
-    (Datasets, see `longseq.tasks.image.sources.DatasetSource`), or a name that timm reads: hfds/NAME, torch/NAME, and
-    the streams hfids/NAME and wds/NAME. Batches are (images, targets): uint8 images on the host, and normalised float32
+    `source` is digits, folder (class folders), csv (see `longseq.tasks.image.files`), own (Datasets, see
+    `longseq.tasks.image.sources.DatasetSource`), or a name that timm reads: hfds/NAME, torch/NAME, and the streams
+    hfids/NAME and wds/NAME. Batches are (images, targets): uint8 images on the host, and normalised float32
     [B, C, S, S] on the device. Targets are int64 [B], with `multi_label` float32 [B, classes] of 0 and 1.
     `batch_size` is the training batch of one device. Training draws are functions of (seed, epoch, sample, repeat).
     `split_seed`, not the seed of the run, chooses the validation images that are held out. For classes of different

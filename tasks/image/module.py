@@ -24,7 +24,7 @@ _ROUNDING = 0.02
 
 
 class ImageReport(ClassReport):
-    """Adds the figures of each class."""
+    """The figures of each class, the headline of images, and the command that exports the model."""
 
     unit = "images"
     headline = ("top1", "top5", "accuracy", "f1", "f1_micro", "balanced_accuracy", "average_precision", "loss")
