@@ -50,7 +50,7 @@ def _pair(B: int, T: int, D: int, N: int, R: int) -> Work:
 
 def _orthogonal(chunk_size: int) -> Work:
     sizes = {"B": 8, "T": 2048, "H": 16, "M": 64, "D": 64}
-    return Work("orthogonal_recurrence", sizes, "plain", {"chunk_size": chunk_size})
+    return Work("orthogonal_recurrence", sizes, "plain" if chunk_size == 1 else "ttt", {"chunk_size": chunk_size})
 
 
 # Calls of published language and image models.

@@ -366,7 +366,7 @@ def _take_steps(inputs: Any, backend: str) -> dict[str, Tensor]:
 def _check_of_case(test: _Test, case: Case) -> _Check:
     from longseq.kernels.self_test_inputs import gradients, results
 
-    options = {**case.options, **({"chunk_size": test.widths["C"]} if "C" in test.widths else {})}
+    options = {**case.options, **({"chunk_size": test.widths["C"]} if case.kind == "chunks" else {})}
 
     def call(inputs: Any, **options: Any) -> tuple[Tensor, Any]:
         if case.bounds:

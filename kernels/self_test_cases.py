@@ -153,7 +153,7 @@ TRIALS: dict[str, Trial] = {
     "map_features": Trial({"H": 2, "K": 64}, tuple(Case(variant, 70) for variant in ("silu", "l2", *FEATURE_MAPS))),
     "orthogonal_recurrence": Trial(
         {"D": 64, "M": 64, "C": 1},
-        (Case("plain", 130), *(Case(objective, 70) for objective in OBJECTIVES)),
+        (Case("plain", 130), *(Case(objective, 70) for objective in OBJECTIVES), Case("ttt", 70, kind="chunks")),
         mixed=("gamma", "g"),
     ),
     "recursive_least_squares": Trial(

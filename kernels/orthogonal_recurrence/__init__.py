@@ -23,9 +23,11 @@ TRITON_CHUNK = 64  # tokens
 TRITON_NARROW = 64  # rows and columns of a state whose chunks are small on every GPU
 
 
-def _check(op: str, objective: str, initial_state: Any = (), **_: Any) -> None:
+def _check(op: str, objective: str, chunk_size: int = 1, initial_state: Any = (), **_: Any) -> None:
     if objective not in OBJECTIVES:
         raise ValueError(f"{op}: objective is {objective!r}, but must be one of {', '.join(OBJECTIVES)}")
+    if chunk_size > 1 and objective != "ttt":
+        raise ValueError(f"{op}: chunk_size is {chunk_size}, but objective {objective!r} has no chunks: it must be 1")
     if initial_state is None:
         raise ValueError(f"{op}: initial_state is None, but must hold the first slots, its columns")
 
@@ -42,6 +44,7 @@ _RECURRENCE = Recurrence(
     values="v",
     mixed=("gamma", "g"),
     check=_check,
+    kind=lambda chunk_size, **_: "chunks" if chunk_size > 1 else "",
 )
 
 
@@ -98,11 +101,10 @@ def orthogonal_recurrence(
     its columns are brought to unit length first. A zero column stays zero until it is written. Tokens with gamma = 0
     and g = 0 leave the state as it is, and its gradient.
 
-    `chunk_size` is part of the definition. Chunks of C tokens are counted from the token that is read first. The Δ_t of
-    a chunk are found from the state before the chunk and added up without N. o_t is still read from N(S_t), and at the
-    end of the chunk the state becomes N(S_t). C = 1 is the exact recurrence, sequential in time. C > 1 is an
-    approximation whose chunks are matrix products. A sequence that is cut at a multiple of C, with the state carried
-    over, gives the same numbers.
+    `chunk_size` is part of the definition, and 1 but for "ttt". There the Δ_t of a chunk of C tokens are found from the
+    state before the chunk, which makes it matrix products: these are the mini-batches of TTT. Chunks are counted from
+    the token that is read first. A sequence that is cut at a multiple of C, with the state carried over, gives the same
+    numbers.
 
     Shapes: q, k [B, T, H, M]; v, o [B, T, H, D]; gamma, g [B, T, H] with g <= 0 (a log); states [B, H, D, M].
 
@@ -122,20 +124,13 @@ def orthogonal_recurrence(
 
     "encode" and "similarity" stayed below 2e-6 for D of 4 to 64, with gamma up to 1 and ‖k‖² of 1 and of about M.
 
-    In chunks of several tokens, the length of a slot follows from sums over the chunk. Where values are equal, gates
-    forget and keys change their sign, it comes near to zero, and what it divides is ill-conditioned. With g = -1/2, 256
-    equal values, D = 16 or 64 and chunks of 64, relative errors of o were up to 0.08 in float32 (0.02 in the loop over
-    tokens), and gradients meant nothing in either; in float64, gradients were up to 2e-7 off. The torch form divides by
-    no less than the rounding of these sums, which bounds the outputs; the Triton kernels divide by the sums. Without
-    gates, or with other values, errors are as small as above.
-
     Returns (o, final state or None).
 
     Raises ValueError for inputs that do not fit and for a backend that cannot run them.
 
     Source: Karami and Mirrokni 2025, "Lattice: Learning to Efficiently Compress the Memory", eq. 7, 10 and 12
-    (objectives), 14 (N), 16 (g) and 19 (ttt); chunks from a frozen state follow the mini-batches of Sun et al. 2024,
-    "Learning to (Learn at Test Time)", section 2.4.
+    (objectives), 14 (N), 16 (g) and 19 (ttt); mini-batches of Sun et al. 2024, "Learning to (Learn at Test Time)",
+    section 2.4.
     """
 
 

@@ -1,21 +1,14 @@
-"""The orthogonal state recurrence as a loop over tokens (exact) or over chunks of matrix products (an approximation).
+"""The orthogonal state recurrence as a loop over tokens, and TTT's over chunks of matrix products.
 
-φ are the slots of the state before a chunk (of one token in the exact form). Each token writes a direction h_t with
-coefficients c_t, minus the component a_t = φᵀ h_t along each slot:
+φ are the slots of the state before a token. Each token writes a direction h_t with coefficients c_t, minus the
+component a_t = φᵀ h_t along each slot:
 
     S_t = e^{g_t} S_{t-1} + h_t c_tᵀ - φ Diag(a_t ⊙ c_t)
 
-Sums over a chunk of C tokens, with W_ts = e^{g_{s+1} + ... + g_t} for s <= t, b_t = e^{g_1 + ... + g_t}, x = a ⊙ c:
+TTT removes no component. In a chunk of C tokens, its h_t and c_t are found from the state S before the chunk. With
+W_ts = e^{g_{s+1} + ... + g_t} for s <= t and b_t = e^{g_1 + ... + g_t}:
 
-    S_t = b_t S + Σ_s W_ts h_s c_sᵀ - φ Diag((W x)_t)
-
-and since every update is orthogonal to φ, the squared norms of the columns of S_t follow without S_t itself:
-
-    N = N_0 + (W ⊙ W) (2 c ⊙ F - c ⊙ (‖h‖² c - a ⊙ x));   F = (W ⊙ H Hᵀ) c - a ⊙ W x
-
-with N_0 = b², but 2 b ⊙ W x for an empty slot, where x is zero but its gradient by φ is not. The formula needs unit
-length, up to rounding, of the other slots. Therefore the state at a chunk's end is normalised by its measured norms.
-The exact form does not use the formula: an error in the length of a slot would grow by (1 - c a)² / N with each token.
+    S_t = b_t S + Σ_s W_ts h_s c_sᵀ
 """
 
 import operator
@@ -337,66 +330,19 @@ def _normalise_backward_(d_normalised: Tensor, normalised: Tensor, norms: Tensor
     return d_normalised.addcmul_(normalised, along, value=-1).div_(norms)
 
 
-class _Chunk(NamedTuple):
-    """h [R, C, D], c, a, x and W x [R, C, M], and the decays W [R, C, C] and b [R, C, 1]."""
-
-    h: Tensor
-    c: Tensor
-    a: Tensor
-    x: Tensor
-    w_x: Tensor
-    w: Tensor
-    b: Tensor
-
-
 def _chunk(
     state: Tensor, objective: str, unit: bool, q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, g: Tensor
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
-    """One chunk of the approximation: the output [R, C, D], the next state [R, D, M], and what the backward needs."""
-    slots, lengths = _slots(state, objective, unit)
-    h, c, a = _writes(objective, slots, k, v, gamma)
-    if lengths is not None:
-        c = c / lengths
-    w, b, x = decay_matrix(g), g.cumsum(-2).exp(), a * c
-    w_x = torch.bmm(w, x)
-    parts = [h, c, a, x, w_x, w, b]
-    if unit:
-        squared, mended, f, added = _squared_norms(slots, _Chunk(h, c, a, x, w_x, w, b))
-        q = q * mended.rsqrt()
-        parts += [squared, mended, f, added]
-    output = torch.bmm(w * torch.bmm(q, c.transpose(-1, -2)), h)
-    output = output + b * torch.bmm(q, state.transpose(-1, -2)) - torch.bmm(q * w_x, slots.transpose(-1, -2))
-    last = w[:, -1:].transpose(-1, -2)
-    state = torch.baddbmm(state * b[:, -1:] - slots * w_x[:, -1:], h.transpose(-1, -2), last * c)
-    if unit:
-        norms = column_norms(state)
-        state = state / norms
-        parts.append(norms)
-    return output, state, parts
+    """One chunk of TTT: the output [R, C, D], the next state [R, D, M], and what the backward needs.
 
-
-def _squared_norms(slots: Tensor, chunk: _Chunk) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """N [R, C, M] after each token, what is divided by in its place, F, and what each token adds to N.
-
-    Where the terms of N cancel, it is nothing but their rounding, of either sign. It is then replaced by the size of
-    that rounding: a division by N gave outputs of any size.
+    That is h [R, C, D], c [R, C, M] and the decays W [R, C, C] and b [R, C, 1].
     """
-    h, c, a, x, w_x, w, b = chunk
-    pairs, h_squared = w * torch.bmm(h, h.transpose(-1, -2)), (h * h).sum(-1, keepdim=True)
-    f = torch.bmm(pairs, c) - a * w_x
-    added = c * (2 * f - h_squared * c + a * x)
-    own = b * torch.where(_empty(slots), 2 * w_x, b)
-    w_squared = w * w
-    squared = torch.bmm(w_squared, added) + own
-    size = c.abs()
-    terms = size * (2 * (torch.bmm(pairs.abs(), size) + (a * w_x).abs()) + h_squared * size + (a * x).abs())
-    epsilon = 2.0**-23 if h.dtype == torch.float32 else 2.0**-52
-    return squared, mend_squares(torch.maximum(squared, epsilon * torch.bmm(w_squared, terms))), f, added
-
-
-def _empty(slots: Tensor) -> Tensor:
-    """Which slots [R, 1, M] are zero, and so have no direction and no unit length."""
-    return (slots * slots).sum(-2, keepdim=True) < 0.5
+    h, c, _ = _writes(objective, state, k, v, gamma)
+    w, b = decay_matrix(g), g.cumsum(-2).exp()
+    output = torch.bmm(w * torch.bmm(q, c.transpose(-1, -2)), h) + b * torch.bmm(q, state.transpose(-1, -2))
+    last = w[:, -1:].transpose(-1, -2)
+    state = torch.baddbmm(state * b[:, -1:], h.transpose(-1, -2), last * c)
+    return output, state, [h, c, w, b]
 
 
 def _chunk_backward(
@@ -404,77 +350,19 @@ def _chunk_backward(
     q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, g: Tensor,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of the state before a chunk and of q, k, v, gamma and g in it."""
-    chunk, norms = _Chunk(*parts[:7]), parts[7:]
-    h, c, a, x, w_x, w, b = chunk
-    slots, lengths = _slots(before, objective, unit)
-    into_slots, d_weights = torch.bmm(d_output, slots), torch.bmm(d_output, h.mT)
-    into_state = into_slots if before is slots else torch.bmm(d_output, before)
-    d_products, read = d_weights * w, q
-    d_q = torch.bmm(d_products, c) + b * into_state - w_x * into_slots
-    if unit:
-        squared, mended, f, added, lengths_after = norms
-        d_q = d_q * mended.rsqrt()
-        d_after = _normalise_backward_(d_after.clone(), after, lengths_after)
-        read = q * mended.rsqrt()
-    d_h, d_c, d_w_x, d_w, d_b, d_state, d_slots = _products_backward(
-        before, slots, chunk, read, d_output, d_after, into_state, into_slots, d_weights, d_products
-    )
-    d_a, d_x = torch.zeros_like(a), torch.zeros_like(a)
-    if unit:
-        d_squared = torch.where(mended == squared, -0.5 * d_q * q / mended, 0.0)
-        d_norms = _squared_norms_backward(slots, chunk, f, added, d_squared)
-        for total, part in zip((d_h, d_c, d_a, d_x, d_w_x, d_w, d_b), d_norms, strict=True):
-            total += part
-    d_x += torch.bmm(w.mT, d_w_x)
-    d_c.addcmul_(d_x, a)
-    d_a.addcmul_(d_x, c)
-    if lengths is not None:
-        d_c = d_c / lengths
-    d_inputs = _writes_backward(objective, slots, k, v, gamma, h, a, d_h, d_c, d_a, d_slots)
-    if lengths is not None:
-        d_slots = _slots_backward(slots, lengths, d_slots, -(d_c * c).sum(-2, keepdim=True))
-    d_w += torch.bmm(d_w_x, x.mT)
-    d_g = decay_matrix_backward(d_w * w) + reverse_cumsum(d_b * b)
-    return [d_state + d_slots, d_q, *d_inputs, d_g]
-
-
-def _products_backward(
-    state: Tensor, slots: Tensor, chunk: _Chunk, read: Tensor, d_output: Tensor,
-    d_after: Tensor, into_state: Tensor, into_slots: Tensor, d_weights: Tensor, d_products: Tensor,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Gradients of h, c, W x, W, b, state and slots from those of the output and of the state before N."""
-    h, c, _, _, w_x, w, b = chunk
-    last = w[:, -1:].mT
-    written, products = torch.bmm(h, d_after), torch.bmm(read, c.mT)
+    h, c, w, b = parts
+    into_state, d_weights = torch.bmm(d_output, before), torch.bmm(d_output, h.mT)
+    d_products, last = d_weights * w, w[:, -1:].mT
+    d_q = torch.bmm(d_products, c) + b * into_state
+    written, products = torch.bmm(h, d_after), torch.bmm(q, c.mT)
     d_h = torch.baddbmm(last * torch.bmm(c, d_after.mT), (w * products).mT, d_output)
-    d_c = torch.baddbmm(last * written, d_products.mT, read)
-    d_state = torch.baddbmm(d_after * b[:, -1:], (b * d_output).mT, read)
-    d_slots = torch.baddbmm(-d_after * w_x[:, -1:], d_output.mT, read * w_x, alpha=-1)
-    d_w_x = -into_slots * read
-    d_w_x[:, -1:] -= (d_after * slots).sum(-2, keepdim=True)
+    d_c = torch.baddbmm(last * written, d_products.mT, q)
+    d_state = torch.baddbmm(d_after * b[:, -1:], (b * d_output).mT, q)
     d_w = d_weights * products
     d_w[:, -1] += (written * c).sum(-1)
-    d_b = (into_state * read).sum(-1, keepdim=True)
-    d_b[:, -1:] += (d_after * state).sum((-2, -1), keepdim=True)
-    return d_h, d_c, d_w_x, d_w, d_b, d_state, d_slots
-
-
-def _squared_norms_backward(
-    slots: Tensor, chunk: _Chunk, f: Tensor, added: Tensor, d_squared: Tensor
-) -> tuple[Tensor, ...]:
-    """Gradients of h, c, a, x, W x, W and b from that of N."""
-    h, c, a, x, w_x, w, b = chunk
-    gram = torch.bmm(h, h.mT)
-    d_added = torch.bmm((w * w).mT, d_squared)
-    d_f = 2 * d_added * c
-    d_x = d_added * c
-    d_pairs = torch.bmm(d_f, c.mT)
-    d_gram = d_pairs * w
-    d_h = torch.bmm(d_gram + d_gram.mT, h) - 2 * h * (d_x * c).sum(-1, keepdim=True)
-    d_c = d_added * (2 * f - 2 * (h * h).sum(-1, keepdim=True) * c + a * x)
-    d_c = torch.baddbmm(d_c, (w * gram).mT, d_f)
-    empty = _empty(slots)
-    d_w = d_pairs * gram + 2 * w * torch.bmm(d_squared, added.mT)
-    d_b = 2 * (d_squared * torch.where(empty, w_x, b)).sum(-1, keepdim=True)
-    d_w_x = torch.where(empty, 2 * b * d_squared, 0.0) - d_f * a
-    return d_h, d_c, d_x * x - d_f * w_x, d_x * a, d_w_x, d_w, d_b
+    d_b = (into_state * q).sum(-1, keepdim=True)
+    d_b[:, -1:] += (d_after * before).sum((-2, -1), keepdim=True)
+    d_slots = torch.zeros_like(d_state)
+    d_inputs = _ttt_backward(before, k, v, gamma, h, d_h, d_c, d_slots)
+    d_g = decay_matrix_backward(d_w * w) + reverse_cumsum(d_b * b)
+    return [d_state + d_slots, d_q, *d_inputs, d_g]

@@ -5,10 +5,9 @@ which programs run: the result is the same in every run.
 
 For the backward pass, the exact form saves the state before every CHECKPOINT tokens, D M / CHECKPOINT numbers for each
 token and head. The backward pass computes the other states again, in D M CHECKPOINT numbers of scratch memory for each
-program; there are as many programs as SCRATCH has room for. Chunks of C tokens save the states before each chunk and
-after the last one (float16 for half precision inputs with N), and H or a: D M / C + D or M numbers for each token and
-head. Their backward pass needs 2 D M / C + 2 D + 3 M more while it runs; for short
-chunks, M in place of 3 M.
+program; there are as many programs as SCRATCH has room for. Chunks of C tokens, for TTT, save the states before each
+chunk and H: D M / C + D numbers for each token and head. Their backward pass needs 2 D M / C + 3 D + M more while it
+runs.
 """
 
 from typing import Any, NamedTuple
@@ -33,7 +32,6 @@ from longseq.kernels.triton_launch import (
     Launch,
     block_width,
     borders_on,
-    cdiv,
     count_sequences,
     count_slots,
     evenly,
@@ -136,17 +134,17 @@ def _form(
     batch, tokens, _, width = inputs.v.shape
     columns = inputs.k.shape[3]
     chunk = min(chunk_size, tokens)
-    constants: dict[str, Any] = {"D": width, "M": columns, "OBJECTIVE": objective, "UNIT": unit, "REVERSE": reverse}
+    constants: dict[str, Any] = {"D": width, "M": columns, "REVERSE": reverse}
     block_d, block_m = next_power_of_2(width), next_power_of_2(columns)
     sequence_of = None
     precision = torch.float32
     if chunk == 1:
         slots = count_slots(batch, tokens, CHECKPOINT, cu_seqlens)
-        constants |= {"EVERY": CHECKPOINT, "BLOCK_D": block_d, "BLOCK_M": block_m}
+        constants |= {"OBJECTIVE": objective, "UNIT": unit, "EVERY": CHECKPOINT, "BLOCK_D": block_d, "BLOCK_M": block_m}
     else:
         slots = count_slots(batch, tokens, chunk, cu_seqlens)
         sequence_of = sequence_of_slots(slots, chunk, tokens, cu_seqlens)
-        precision = _precision(inputs, unit)
+        precision = _precision(inputs)
         constants |= {
             "DTYPE": TRITON_DTYPES[precision], "PRECISION": "tf32x3" if precision == torch.float32 else "tf32",
             "CHUNK": chunk, "BLOCK_C": SHORT if chunk <= SHORT else WIDTH, "BLOCK_D": block_width(width, WIDTH),
@@ -156,16 +154,14 @@ def _form(
     return _Form(constants, LAUNCHES[precision.itemsize, side], chunk, sequences, slots, sequence_of)
 
 
-def _precision(inputs: Inputs, unit: bool) -> torch.dtype:
-    """The type of the products in loops over time: that of q, k and v if they agree, else float32.
+def _precision(inputs: Inputs) -> torch.dtype:
+    """The type of the products in loops over time: bfloat16 if q, k and v are, else float32.
 
-    Float16 is used with unit slots only: it has too little range for slots that grow.
+    Float16 has too little range for slots that grow.
     """
-    q, k, v = inputs[:3]
-    same = q.dtype == k.dtype == v.dtype
     # Triton's interpreter, which runs on a CPU, multiplies matrices of bfloat16 as integers.
-    roomy = unit if v.dtype == torch.float16 else v.dtype == torch.bfloat16 and v.device.type != "cpu"
-    return v.dtype if same and roomy else torch.float32
+    roomy = all(x.dtype == torch.bfloat16 for x in inputs[:3]) and inputs.v.device.type != "cpu"
+    return torch.bfloat16 if roomy else torch.float32
 
 
 class _Call:
@@ -176,7 +172,7 @@ class _Call:
         scale: float, chunk_size: int, reverse: int,
     ) -> None:  # fmt: skip
         self.inputs = Inputs._make(evenly(x) for x in inputs)
-        self.initial, self.scale, self.objective, self.unit = initial_state.contiguous(), scale, objective, unit
+        self.initial, self.scale = initial_state.contiguous(), scale
         self.cu_seqlens = cu_seqlens
         self.form = _form(inputs, cu_seqlens, objective, unit, chunk_size, reverse)
         _, self.tokens, self.heads, self.width = inputs.v.shape
@@ -187,16 +183,16 @@ class _Call:
         arguments = self.form.arguments(kernel.__name__, **constants)
         return find_launch(kernel, self.inputs.v.device, programs, numbers, **arguments)
 
-    def _walk_chunks(self, kernel: Any, block: int, **constants: Any) -> Any:
-        """A launch for programs that have `block` slots each; it takes k, v, gamma and g first."""
-        programs = self.form.sequences * self.heads * cdiv(self.columns, block)
-        numbers = (self.tokens, self.heads, self.form.slots, *steps(*self.inputs[1:]))
-        return self._launch(kernel, programs, numbers, BLOCK=block, **constants)
+    def _walk_chunks(self, kernel: Any, stages: int | None) -> Any:
+        """A launch for programs that loop over time with all slots of a head."""
+        numbers = (self.tokens, self.heads, *steps(*self.inputs[1:]))
+        block = block_width(self.columns, WIDTH)
+        return self._launch(kernel, self.form.sequences * self.heads, numbers, BLOCK=block, STAGES=stages)
 
-    def _slots_of_walk(self, kernel: str) -> int:
-        """The slots of a program in a loop over time: all slots if they depend on each other."""
-        are_independent = self.objective in ("encode", "similarity")
-        return self.form.block(kernel) if are_independent else block_width(self.columns, WIDTH)
+    def _over_chunks(self, kernel: Any, numbers: tuple[float, ...], *tensors: Tensor | None) -> Any:
+        """A launch for a program for each chunk of each head."""
+        numbers = (*numbers, self.tokens, self.heads, *steps(*tensors))
+        return self._launch(kernel, self.rows, numbers, BLOCK=self.form.block(kernel.__name__))
 
     def _scratch(self, rows: int, numbers: int) -> Tensor:
         return self.inputs.q.new_empty((rows, numbers), dtype=torch.float32)
@@ -208,14 +204,12 @@ class _Call:
         )
 
     def advance_chunks(self, kept: list[Tensor], output: Tensor, final: Tensor, save: bool) -> None:
-        stages = self.form.launch("advance_chunks").stages
-        block = self._slots_of_walk("advance_chunks")
-        self._walk_chunks(advance_chunks, block, SAVE=save, STAGES=stages)(
-            *self.inputs[1:], self.initial, self.cu_seqlens, *kept, final
+        q, k, v, gamma, g = self.inputs
+        self._walk_chunks(advance_chunks, self.form.launch("advance_chunks").stages)(
+            k, v, gamma, g, self.initial, self.cu_seqlens, *kept, final
         )
-        numbers = (self.scale, self.tokens, self.heads, *steps(*self.inputs))
-        self._launch(read_out, self.rows, numbers, BLOCK=self.form.block("read_out"))(
-            *self.inputs, self.cu_seqlens, self.form.sequence_of, *kept[:2], output
+        self._over_chunks(read_out, (self.scale,), q, k, gamma, g)(
+            q, k, gamma, g, self.cu_seqlens, self.form.sequence_of, *kept, output
         )
 
     def retreat_tokens(self, kept: list[Tensor], d_output: Tensor, d_final: Tensor | None, grads: Gradients) -> None:
@@ -230,40 +224,26 @@ class _Call:
     def differentiate_chunks(
         self, kept: list[Tensor], d_output: Tensor, d_final: Tensor | None, grads: Gradients
     ) -> None:
-        states, h_or_a, _, _ = kept
+        q, k, v, gamma, g = self.inputs
         d_q, d_k, d_v, d_gamma, d_g, d_initial = grads
         width, columns, chunk, rows = self.width, self.columns, self.form.chunk, self.rows
-
         d_coefficients, d_h = self._scratch(rows, columns * chunk), self._scratch(rows, width * chunk)
         d_states, d_after = (self._scratch(rows, width * columns) for _ in range(2))
-        d_h_or_a = torch.empty_like(h_or_a)
-        d_values = self._scratch(rows * (self.objective == "ttt"), width * chunk)
-        from_gates = self._scratch(rows * (self.inputs.g is not None), chunk)
-        apart, removes = chunk > SHORT, self.objective != "ttt"
-        d_w_x = self._scratch(rows * (apart and removes), columns * chunk)
-        d_squared = self._scratch(rows * (apart and self.unit), columns * chunk)
-        launches = [(True, False), (False, True)] if apart and removes else [(True, removes)]
-        numbers = (self.scale, self.tokens, self.heads, *steps(*self.inputs, d_output))
-        block = self.form.block("differentiate_outputs")
-        for reads, writes in launches:
-            self._launch(differentiate_outputs, rows, numbers, BLOCK=block, READS=reads, WRITES=writes)(
-                *(*self.inputs, self.cu_seqlens, self.form.sequence_of, states, h_or_a, d_output),
-                *(d_q, d_coefficients, d_h, d_states, d_w_x, d_squared, from_gates),
-            )
-        block = self._slots_of_walk("retreat_chunks")
-        stages: int | None = self.form.launch("retreat_chunks").stages
-        is_wide = block * self.form.constants["BLOCK_D"] > WIDTH * WIDTH
-        if is_wide or not removes:  # shared memory has no room for loads ahead, or only for those of products
-            stages = None if removes or not is_wide else 1
-        self._walk_chunks(retreat_chunks, block, STAGES=stages)(
-            *(*self.inputs[1:], self.initial, self.cu_seqlens, *kept, d_final),
-            *(d_h, d_states, d_after, d_h_or_a, d_values, d_initial),
+        d_errors, d_values = (self._scratch(rows, width * chunk) for _ in range(2))
+        from_gates = self._scratch(rows * (g is not None), chunk)
+        places = self.cu_seqlens, self.form.sequence_of
+        self._over_chunks(differentiate_outputs, (self.scale,), q, k, gamma, g, d_output)(
+            q, k, gamma, g, *places, *kept, d_output, d_q, d_coefficients, d_h, d_states, from_gates
         )
-        block = self.form.block("differentiate_inputs")
-        self._launch(differentiate_inputs, rows, (self.tokens, self.heads, *steps(*self.inputs[1:])), BLOCK=block)(
-            *(*self.inputs[1:], self.cu_seqlens, self.form.sequence_of, states, h_or_a),
-            *(d_coefficients, d_h, d_after, d_h_or_a, d_values, from_gates, d_k, d_v, d_gamma, d_g),
+        # Shared memory has no room for loads ahead, or only for those of products.
+        is_wide = block_width(columns, WIDTH) * self.form.constants["BLOCK_D"] > WIDTH * WIDTH
+        self._walk_chunks(retreat_chunks, 1 if is_wide else None)(
+            k, v, gamma, g, self.cu_seqlens, *kept, d_final, d_h, d_states, d_after, d_errors, d_values, d_initial
         )
+        self._over_chunks(differentiate_inputs, (), k, gamma, g)(
+            k, gamma, g, *places, *kept, d_coefficients, d_after, d_errors, d_values, from_gates,
+            d_k, d_v, d_gamma, d_g,
+        )  # fmt: skip
 
 
 def _allocate_results(q, k, v, gamma, g, initial_state, cu_seqlens, objective, unit, scale, chunk_size, reverse, save):
@@ -290,26 +270,16 @@ def orthogonal_recurrence(
 
 
 def _allocate(form: _Form, k: Tensor, v: Tensor, save: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Empty tensors for the output, the final state and what is saved.
-
-    Saved are states. Chunks also save H or a (not for "similarity"), the reciprocal norms after each chunk (with N),
-    and φᵀ U of each slot (not for TTT).
-    """
+    """Empty tensors for the output, the final state and what is saved: states, and of chunks also H."""
     heads, width, columns = v.shape[2], v.shape[3], k.shape[3]
 
-    def numbers(rows: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return v.new_empty((rows, heads, *shape), dtype=dtype)
+    def numbers(rows: int, *shape: int) -> Tensor:
+        return v.new_empty((rows, heads, *shape), dtype=torch.float32)
 
     final = numbers(form.sequences, width, columns)
     if form.is_exact:
         return v.new_empty(v.shape), final, [numbers(form.slots if save else 0, width, columns)]
-    objective, saved = form.constants["OBJECTIVE"], form.slots * save
-    # Float16 has range enough for slots of unit length, and bits enough for the part orthogonal to them.
-    unit = form.constants["UNIT"] and form.constants["PRECISION"] == "tf32"
-    kept = [numbers(form.slots + form.sequences * save, columns, width, dtype=torch.float16 if unit else torch.float32)]
-    found = 0 if objective == "similarity" else form.slots
-    kept.append(numbers(found, form.chunk * (columns if objective == "encode" else width)))
-    kept += [numbers(saved * there, columns) for there in (form.constants["UNIT"], objective != "ttt")]
+    kept = [numbers(form.slots, columns, width), numbers(form.slots, form.chunk * width)]
     return v.new_empty(v.shape), final, kept
 
 

@@ -38,13 +38,6 @@ class Lattice(CompressionMixer):
             little effect.
         normalize: False leaves out N (the second ablation of the paper's table 4).
         normalize_key: divide each head's key by its length, as DeltaNet does; the paper does not. See below.
-        chunk_size: 1 is the exact recurrence. With more, all tokens of a chunk are updated from the state before the
-            chunk, which is another function: on a CPU, chunks of 4 change the outputs of trained layers by 21 to 58 %
-            and save little time, chunks of 16 by 31 to 76 %, and save half the time of a long sequence
-            (benchmarks/lattice_chunks.json). Small language models trained with chunks of 1, 4, 16 and 64 reach 1.535,
-            1.542, 1.562 and 1.576 bits per byte; the exact form was the fastest
-            (benchmarks/lattice_language_model.json). Use a model with the chunk_size of its training; one-token steps
-            are always exact. Chunks are counted from the first real token of a row or a piece.
 
     A step of the decode objective overshoots if γ ‖k‖² > 2; small differences then grow from token to token, and the
     paper's layer does not bound the keys. Where hundreds of tokens are equal, gradients can overflow: in zoology's
@@ -58,7 +51,7 @@ class Lattice(CompressionMixer):
     paper = "Lattice (arXiv:2504.05646), equations 7 to 16"
     no_weight_decay_names = ("forget_bias",)
 
-    @takes_also(CompressionMixer, without=("recurrence",))
+    @takes_also(CompressionMixer, without=("recurrence", "chunk_size"))
     def __init__(
         self,
         d_model: int,

@@ -151,10 +151,9 @@ def _add_ramp(_: nn.Module, __: Any, output: Any) -> Any:
 
 
 @pytest.mark.slow
-@cases("mixer", ["lattice", "ttt"])
-def test_documents_are_cut_between_chunks(mixer: str) -> None:
+def test_documents_are_cut_between_chunks() -> None:
     """Of a mixer with chunks any other cut would change the outputs, and so would cuts that the end does not share."""
-    chunks = {"mixer": mixer, "mixer_options": {"chunk_size": 4}}
+    chunks = {"mixer": "ttt", "mixer_options": {"chunk_size": 4}}
     model, tokens = make(**chunks, depth=2), make_row((23,))[0]
     whole = model(tokens)
     for segment in (4, 7, 10, 23):

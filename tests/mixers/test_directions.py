@@ -89,7 +89,8 @@ def test_pairs_equal_one_order_at_a_time(monkeypatch, mixer, direction, masked):
         *((name, {"convolution_width": 0}) for name in ("deltanet", "gated_deltanet")),
         *((name, {"backend": "reference"}) for name in ("deltanet", "gated_deltanet")),
         *(("vla", options) for options in ({"convolution_width": 4}, {"update_penalty": False})),
-        ("lattice", {"forget_gate": False, "chunk_size": 4}),
+        ("lattice", {"forget_gate": False}),
+        ("ttt", {"chunk_size": 4}),
         ("lattice", {"normalize_key": True}),
     ],
 )

@@ -1,4 +1,4 @@
-"""Lattice and TTT: their options, their slots, and the effect of chunks."""
+"""Lattice and TTT: their options and slots, and the effect of TTT's chunks."""
 
 from __future__ import annotations
 
@@ -45,11 +45,10 @@ def test_gradients_through_a_hundred_equal_tokens_explode_unless_keys_are_normal
     assert gradient.norm() < 100 if normalize_key else gradient.norm() > 1e4
 
 
-@pytest.mark.parametrize("name", ["lattice", "ttt"])
-def test_chunks_are_another_function_that_may_be_cut_at_their_borders(name: str) -> None:
-    mixer, x = make(name, chunk_size=4), make_tokens()
+def test_chunks_are_another_function_that_may_be_cut_at_their_borders() -> None:
+    mixer, x = make("ttt", chunk_size=4), make_tokens()
     whole, _ = mixer(x)
-    assert (whole - make(name)(x)[0]).norm() > 1e-3 * whole.norm()
+    assert (whole - make("ttt")(x)[0]).norm() > 1e-3 * whole.norm()
     first, state = mixer(x[:, :8])
     second, _ = mixer(x[:, 8:], state)
     torch.testing.assert_close(torch.cat((first, second), 1), whole, rtol=1e-9, atol=1e-10)
@@ -58,9 +57,8 @@ def test_chunks_are_another_function_that_may_be_cut_at_their_borders(name: str)
 @pytest.mark.slow
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("place", ["in front", "between", "behind"])
-@pytest.mark.parametrize("name", ["lattice", "ttt"])
-def test_padding_moves_no_borders_of_chunks(name: str, place: str, reverse: bool) -> None:
-    mixer, x = make(name, chunk_size=4), make_tokens()
+def test_padding_moves_no_borders_of_chunks(place: str, reverse: bool) -> None:
+    mixer, x = make("ttt", chunk_size=4), make_tokens()
     real = torch.ones(TOKENS, dtype=torch.bool)
     real[{"in front": slice(6), "between": slice(9, 16), "behind": slice(19, None)}[place]] = False
     expected, state = mixer(x[:1, real], reverse=reverse)
@@ -72,11 +70,10 @@ def test_padding_moves_no_borders_of_chunks(name: str, place: str, reverse: bool
 
 @pytest.mark.slow
 @pytest.mark.parametrize("share", ["projections", "none"])
-@pytest.mark.parametrize("name", ["lattice", "ttt"])
-def test_a_classifier_of_chunks_scores_padded_documents_as_if_alone(name: str, share: str) -> None:
+def test_a_classifier_of_chunks_scores_padded_documents_as_if_alone(share: str) -> None:
     torch.manual_seed(0)
     model = TextClassifier(
-        num_classes=3, vocab_size=30, d_model=D_MODEL, depth=2, mixer=name, mixer_options={"chunk_size": 16},
+        num_classes=3, vocab_size=30, d_model=D_MODEL, depth=2, mixer="ttt", mixer_options={"chunk_size": 16},
         direction="bidirectional", share_directions=share,
     ).double().eval()  # fmt: skip
     with torch.no_grad():
