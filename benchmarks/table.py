@@ -331,7 +331,7 @@ GENERATION = ("decoding_graph_tokens_per_s", "generation_tokens_per_s")
 
 
 SUMMARY = ("attention", "linear_attention", "gla", "gsa", "longhorn", "longhorn_exact", "mamba")
-SUMMARY = (*SUMMARY, "deltanet", "gated_deltanet", "vla")
+SUMMARY = (*SUMMARY, "mamba2", "deltanet", "gated_deltanet", "vla")
 
 
 def better_width(row: Mapping[str, Any] | None) -> str:
