@@ -58,6 +58,4 @@ def add_norm(
     branch nor bias, x [2 B, ..., D] are two readings of one batch, and y [B, ..., D] is the sum of their norms, each by
     its own weight. Arithmetic is float32, or float64 for float64 inputs; s has the type that torch gives to x + branch,
     y has `dtype`, by default that of s. Returns (s, y).
-
-    Raises ValueError for tensors that do not fit and for a backend that cannot run them.
     """

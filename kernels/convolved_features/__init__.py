@@ -81,6 +81,4 @@ def convolved_features(
     H, V]; β [B, T, H]; states [B, C, W-1]. With weight [2, C, W] and reverse="second_half" q, k, v, β and the states
     have 2 B rows. q, k and v have x's dtype; arithmetic, β and state are float32, or float64 for float64 inputs.
     Returns (q, k, v, β, final state or None).
-
-    Raises ValueError for inputs that do not fit and for a backend that cannot run them.
     """

@@ -38,13 +38,9 @@ def cumulative_softmax(
 
     Shapes: x, g [B, T, H, M]; states z [B, H, M].
 
-    Packing, direction, inf and NaN: see `longseq.kernels`.
-
-    Precision: arithmetic and state are float32, or float64 for float64 inputs; g has x's dtype.
+    Packing, direction, precision, inf and NaN: see `longseq.kernels`.
 
     Returns (g, final state or None).
-
-    Raises ValueError for inputs that do not fit and for a backend that cannot run them.
 
     Source: the write strengths of Peng et al. 2022, "ABC: Attention with Bounded-memory Control", for causal attention.
     """
@@ -55,7 +51,4 @@ def cumulative_softmax_step(x: Tensor, state: Tensor, *, backend: str = "auto") 
     """One token of `cumulative_softmax`: x and state [B, H, M].
 
     Returns g [B, H, M] in x's dtype and the next state, in the state's own dtype.
-
-    Raises ValueError for tensors that do not fit and for a backend that cannot run them: the triton backend has no
-    gradient.
     """

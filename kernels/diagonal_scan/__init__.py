@@ -57,15 +57,9 @@ def longhorn_scan(
 
     Shapes: x, beta, o [B, T, D]; q, k [B, T, N], shared by the channels; states [B, D, N].
 
-    Packing, direction, inf and NaN: see `longseq.kernels`.
+    Packing, direction, precision, inf and NaN: see `longseq.kernels`.
 
-    Precision: arithmetic and state are float32, or float64 for float64 inputs; o has x's dtype.
-
-    `chunk_size` (None: chosen from the sizes) changes speed and memory but not the result.
-
-    Returns (o, final state or None).
-
-    Raises ValueError for inputs that do not fit and for a backend that cannot run them.
+    Returns (o, final state or None). By default `chunk_size` is chosen from the sizes.
 
     Source: Liu et al. 2024, "Longhorn: State Space Models are Amortized Online Learners", eq. 7.
     """
@@ -102,16 +96,10 @@ def selective_scan(
     Shapes: x, delta, o [B, T, D] with delta >= 0; A [D, N] with A <= 0; B, C [B, T, N], shared by the channels; states
     [B, D, N].
 
-    Packing, direction, inf and NaN: see `longseq.kernels`. With reverse="second_half" A may be [2, D, N], one for
-    each half of the rows.
+    Packing, direction, precision, inf and NaN: see `longseq.kernels`. With reverse="second_half" A may be
+    [2, D, N], one for each half of the rows.
 
-    Precision: arithmetic and state are float32, or float64 for float64 inputs; o has x's dtype.
-
-    `chunk_size` (None: chosen from the sizes) changes speed and memory but not the result.
-
-    Returns (o, final state or None).
-
-    Raises ValueError for inputs that do not fit and for a backend that cannot run them.
+    Returns (o, final state or None). By default `chunk_size` is chosen from the sizes.
 
     Source: Gu and Dao 2023, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces", Algorithm 2, with the
     authors' simplification delta B of the discretised B.
@@ -125,9 +113,6 @@ def longhorn_scan_step(
     """One token of `longhorn_scan`: x, beta [B, D]; q, k [B, N]; state [B, D, N].
 
     Returns o [B, D] in x's dtype and the next state, in the state's own dtype.
-
-    Raises ValueError for tensors that do not fit and for a backend that cannot run them: the triton backend has no
-    gradient.
     """
 
 
@@ -138,7 +123,4 @@ def selective_scan_step(
     """One token of `selective_scan`: x, delta [B, D]; A [D, N]; B, C [B, N]; state [B, D, N].
 
     Returns o [B, D] in x's dtype and the next state, in the state's own dtype.
-
-    Raises ValueError for tensors that do not fit and for a backend that cannot run them: the triton backend has no
-    gradient.
     """

@@ -68,6 +68,4 @@ def head_features(
     β [..., H]. x may be two readings [2 B, ...] of the batch that logits [B, ...] belong to: β then has 2 B rows.
     Arithmetic is float32, or float64 for float64 inputs; q, k and v have x's dtype, β that of the arithmetic. Returns
     (q, k, v), with logits (q, k, v, β).
-
-    Raises ValueError for tensors that do not fit and for a backend that cannot run.
     """

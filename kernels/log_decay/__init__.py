@@ -43,7 +43,5 @@ def log_decay(
     2 in both parameters, the first half of z's first dimension has the first ones, the second half the second ones.
     Arithmetic and g are float32, or float64 for float64 inputs.
 
-    Raises ValueError for tensors that do not fit and for a backend that cannot run.
-
     Source: Mamba-2 (Dao and Gu, 2024) for heads; Kimi Linear (Kimi Team, 2025) for channels; the bound is Kimi K3's.
     """

@@ -64,6 +64,4 @@ def longhorn_pair(
     Shapes: projected [B, T, 2 I]; y [B, T, I]. Parameters have one row for each direction: taps [2, I, W]; offset,
     rate_offset, skip [2, I]; selection [2, R + 2 N, I]; rate [2, I, R]. Matrix products are in the type of `projected`,
     which is also y's. The rest is in float32, or float64 for float64 inputs.
-
-    Raises ValueError for tensors that do not fit and for a backend that cannot run.
     """

@@ -37,6 +37,4 @@ def map_features(
 
     Shapes: x, y [..., H, K]. Arithmetic is float32, or float64 for float64 inputs; y has `dtype`, by default
     that of x.
-
-    Raises ValueError for an unknown map or norm and for a backend that cannot run.
     """

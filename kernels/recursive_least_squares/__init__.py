@@ -93,16 +93,10 @@ def recursive_least_squares(
 
     Shapes: x, u, y [B, T, H, K]; mask [B, T], True at real tokens; states (A [B, H, K, K], steps [B] int64).
 
-    Packing, direction, inf and NaN: see `longseq.kernels`.
-
-    Precision: arithmetic and A are float32, or float64 for float64 inputs; y has x's dtype.
-
-    `chunk_size` changes speed and memory but not the result. In float32 uᵀ A u should stay below 1e6 (‖u‖² below 1e6
-    lambda0), where the 1 beside it is lost to rounding: beyond, the chunk form is wrong or NaN.
+    Packing, direction, precision, inf and NaN: see `longseq.kernels`. In float32 uᵀ A u should stay below
+    1e6 (‖u‖² below 1e6 lambda0), where the 1 beside it is lost to rounding: beyond, the chunk form is wrong or NaN.
 
     Returns (y, final state or None).
-
-    Raises ValueError for inputs that do not fit and for a backend that cannot run them.
 
     Source: Pandey and Singh 2026, "Variational Linear Attention", eq. 9 and Algorithm 1, lines 12 to 19. The paper
     states that the recurrence of A cannot be parallel in time; the chunk form is.
@@ -124,7 +118,4 @@ def recursive_least_squares_step(
 
     Returns y [B, H, K] in x's dtype and the next state, in the state's own dtype. `lambda0` is ignored, because the
     state is given.
-
-    Raises ValueError for tensors that do not fit and for a backend that cannot run them: the triton backend has no
-    gradient.
     """

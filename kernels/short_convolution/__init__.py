@@ -91,20 +91,11 @@ def short_convolution(
     Shapes: x, y [B, T, D]; weight [D, W]; bias [D]; states [B, D, W-1]; `activation` None or "silu". `mask` [B, T] bool
     is True at real tokens: the others are passed over as if they were not there, and their output is zero.
 
-    Packing: `cu_seqlens` [N + 1] holds 0 and the end of each packed sequence; B is 1, no tap crosses into another
-    sequence, and states are [N, D, W-1].
-
-    Direction: with `reverse` the taps see later tokens instead: sequences are read from their last token to their
-    first. The initial state is then the one behind the last token, and the final state the one at the first token. With
-    reverse="second_half" the second half of the rows of the batch is read backward, and the first half forward. With
-    weight [2, D, W] and bias [2, D] beside it, all rows of x are read forward with the first weight and backward with
-    the second; y and the states then have 2 B rows.
-
-    Precision: arithmetic and state are float32, or float64 for float64 inputs; y has x's dtype.
+    Packing, direction, precision, inf and NaN: see `longseq.kernels`. With reverse="second_half", weight [2, D, W] and
+    bias [2, D], all rows of x are read forward with the first weight and backward with the second; y and the states
+    then have 2 B rows.
 
     Returns (y, final state or None).
-
-    Raises ValueError for inputs that do not fit and for a backend that cannot run them.
 
     Source: the convolution of Fu et al. 2022, "Hungry Hungry Hippos", and of Gu and Dao 2023, "Mamba", section 3.4.
     """
@@ -128,7 +119,4 @@ def short_convolution_step(
     """One token of `short_convolution`: x [B, D]; weight [D, W]; bias [D]; state [B, D, W-1].
 
     Returns y [B, D] in x's dtype and the next state, in the state's own dtype.
-
-    Raises ValueError for tensors that do not fit and for a backend that cannot run them: the triton backend has no
-    gradient.
     """

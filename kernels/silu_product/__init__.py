@@ -39,6 +39,4 @@ def silu_product(
     Shapes: x, gate, skip, y [..., D]; skip_weight [D]. With skip_weight [2, D], x and skip [2 B, ..., D] are two
     readings of one batch, and the gate [B, ..., D] multiplies the sum of both, each with its own weight for the skip.
     Arithmetic is float32, or float64 for float64 inputs; y has the type that torch gives to x times gate.
-
-    Raises ValueError for tensors that do not fit and for a backend that cannot run.
     """

@@ -32,6 +32,6 @@ def token_loss(logits: Tensor, target: Tensor, *, ignore_index: int = -100, back
     Shapes: logits [..., V]; target [...], int64 below V or `ignore_index`; loss [...]. Arithmetic and loss are float32,
     or float64 for float64 logits; the gradient has the logits' type.
 
-    Raises ValueError for tensors that do not fit and for a backend that cannot run. The values of `target` are checked
-    by the torch backend alone; with the triton backend the loss of one that is out of range is NaN.
+    Only the torch backend checks the values of `target`; with the triton backend the loss of one that is out of range
+    is NaN.
     """

@@ -82,16 +82,12 @@ def variational_linear_attention(
     Shapes: q, k, u [B, T, H, K]; v, o [B, T, H, V]; mask [B, T], True at real tokens; states (S [B, H, K, V], A [B, H,
     K, K], z [B, H, K], steps [B] int64), at first zero but for A = I / lambda0.
 
-    Packing, direction, inf and NaN: see `longseq.kernels`.
-
-    Precision: arithmetic and state are float32, or float64 for float64 inputs; o has v's dtype. For bfloat16 the triton
-    backend multiplies numbers of 11 bits. Where a key is repeated and a v is 100 times or more larger than the others,
-    the gradients of u before it are small differences of large numbers: they are off by 0.7 percent, and in one case of
-    ten by 2 to 7 percent. The torch backend's are off by 0.2 percent.
+    Packing, direction, precision, inf and NaN: see `longseq.kernels`. For bfloat16 the triton backend
+    multiplies numbers of 11 bits. Where a key is repeated and a v is 100 times or more larger than the others, the
+    gradients of u before it are small differences of large numbers: they are off by 0.7 percent, and in one case of ten
+    by 2 to 7 percent. The torch backend's are off by 0.2 percent.
 
     Returns (o, final state or None). `chunk_size` is a power of two.
-
-    Raises ValueError for inputs that do not fit and for a backend that cannot run them.
 
     Source: Pandey and Singh 2026, "Variational Linear Attention", Algorithm 1.
     """
@@ -118,7 +114,4 @@ def variational_linear_attention_step(
 
     Returns o [B, H, V] in v's dtype and the next state, in the state's own dtype. `lambda0` is ignored, because the
     state is given.
-
-    Raises ValueError for tensors that do not fit and for a backend that cannot run them: the triton backend has no
-    gradient.
     """
