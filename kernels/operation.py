@@ -37,6 +37,7 @@ from longseq.kernels.empty import run_empty
 from longseq.kernels.packing import Packing, check_tokens, is_checked, segment_bounds
 from longseq.kernels.precision import call_dtype, is_mixed
 from longseq.kernels.reading import Reverse, check_own_parameters, check_reverse
+from longseq.kernels.recurrence import run_tokens
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -109,6 +110,40 @@ class Recurrence:
         dtype = next((x.dtype for x in states if x.dtype != torch.float32), torch.float32)
         wanted = torch.is_grad_enabled() and any([x.requires_grad for x in present.values()])
         return Call(states[0].device, dtype, exporting=is_exporting(), sizes=sizes, differentiated=wanted)
+
+    def loop(self, step: Callable[..., tuple[Tensor, Any]], first: float = 0.0) -> Callable[..., tuple[Tensor, Any]]:
+        """The backend `reference`: `step`, the one-token form in torch, at one token after another.
+
+        Without an initial state, the first one holds the number `first` everywhere.
+        """
+        names = [name for name, layout in self.layouts.items() if isinstance(layout, str) and layout.startswith("B T")]
+        states: Any = self.layouts["initial_state"]
+
+        def run(
+            *, initial_state: Any, output_final_state: bool, cu_seqlens: Tensor | None, reverse: Reverse,
+            chunk_size: Any = None, **options: Any,
+        ) -> tuple[Tensor, Any]:  # fmt: skip
+            sequences = {name: options.pop(name) for name in names}
+            values, sizes = sequences[self.values], {}
+            for name, x in sequences.items():
+                if x is not None:
+                    sizes.update(zip(_fitting(x, str(self.layouts[name])).split(), x.shape, strict=True))
+
+            def make(layout: str, rows: int, dtype: torch.dtype) -> Tensor:
+                return values.new_full((rows, *[sizes[dim] for dim in layout.split()[1:]]), first, dtype=dtype)
+
+            def first_state(rows: int, dtype: torch.dtype) -> Any:
+                if isinstance(states, str):
+                    return make(states, rows, dtype)
+                return tuple(make(layout, rows, dtype) for layout in states.values())
+
+            return run_tokens(
+                lambda token, state: step(**dict(zip(names, token, strict=True)), state=state, **options),
+                [*sequences.values()], initial_state=initial_state, state_shape=first_state, output_dtype=values.dtype,
+                output_final_state=output_final_state, cu_seqlens=cu_seqlens, reverse=reverse,
+            )  # fmt: skip
+
+        return run
 
     def _check(
         self, op: str, layouts: Layouts, arguments: Mapping[str, Any], cu_seqlens: Tensor | None

@@ -3,11 +3,7 @@
 from torch import Tensor
 
 from longseq.kernels.cumulative_softmax.chunk import cumulative_softmax_torch
-from longseq.kernels.cumulative_softmax.reference import (
-    NOTHING,
-    cumulative_softmax_reference,
-    cumulative_softmax_step_torch,
-)
+from longseq.kernels.cumulative_softmax.reference import NOTHING, cumulative_softmax_step_torch
 from longseq.kernels.operation import Recurrence, operation, step
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
@@ -17,7 +13,12 @@ __all__ = ["NOTHING", "cumulative_softmax", "cumulative_softmax_step"]
 _RECURRENCE = Recurrence({"x": "B T H M", "initial_state": "S H M"}, values="x")
 
 
-@operation(_RECURRENCE.judge, torch=cumulative_softmax_torch, reference=cumulative_softmax_reference)
+def _step(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    # A token's logits lie side by side: of strided numbers, torch rounds functions otherwise on some processors.
+    return cumulative_softmax_step_torch(x.contiguous(), state)
+
+
+@operation(_RECURRENCE.judge, torch=cumulative_softmax_torch, reference=_RECURRENCE.loop(_step, first=NOTHING))
 def cumulative_softmax(
     x: Tensor,
     *,

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from longseq.kernels.delta_rule.chunk import delta_rule_chunk
-from longseq.kernels.delta_rule.reference import delta_rule_reference, delta_rule_step_torch
+from longseq.kernels.delta_rule.reference import delta_rule_step_torch
 from longseq.kernels.dispatch import Call
 from longseq.kernels.operation import Recurrence, operation, step
 from longseq.kernels.packing import Packing
@@ -59,7 +59,7 @@ _RECURRENCE = Recurrence(
     limits={"K V": TRITON_WIDTH},
     reasons=_triton_reasons,
     torch=delta_rule_chunk,
-    reference=delta_rule_reference,
+    reference=_RECURRENCE.loop(delta_rule_step_torch),
 )
 def delta_rule(
     q: Tensor,

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longseq.kernels.chunks import balanced_chunk_size, scan
-from longseq.kernels.diagonal_scan.reference import finite_rates, scan_each_way
+from longseq.kernels.diagonal_scan.reference import finite_rates, with_own_rates
 from longseq.kernels.dispatch import is_exporting
 from longseq.kernels.once_differentiable import once_differentiable
 from longseq.kernels.precision import without_autocast
@@ -31,12 +31,11 @@ def longhorn_scan_chunk(x: Tensor, q: Tensor, k: Tensor, beta: Tensor, **call: A
     return _scan(x, beta, k, q, None, **call)
 
 
+@with_own_rates
 def selective_scan_chunk(
     x: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, **call: Any
 ) -> tuple[Tensor, Tensor | None]:
     """`selective_scan` in two levels; saves its inputs and the states at the chunks' starts for the backward."""
-    if A.dim() == 3 and not is_exporting():
-        return scan_each_way(selective_scan_chunk, x, delta, A, B, C, **call)
     return _scan(x, delta, B, C, A, **call)
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from longseq.kernels.dispatch import is_exporting
 from longseq.kernels.linear_attention.chunk import linear_attention_chunk
-from longseq.kernels.linear_attention.reference import linear_attention_reference, linear_attention_step_torch
+from longseq.kernels.linear_attention.reference import linear_attention_step_torch
 from longseq.kernels.operation import Recurrence, operation, step
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
@@ -54,7 +54,7 @@ _RECURRENCE = Recurrence(
     triton="triton_linear",
     limits={"K V": TRITON_WIDTH},
     torch=linear_attention_chunk,
-    reference=linear_attention_reference,
+    reference=_RECURRENCE.loop(linear_attention_step_torch),
 )
 def linear_attention(
     q: Tensor,

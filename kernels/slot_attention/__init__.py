@@ -9,7 +9,7 @@ from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
 from longseq.kernels.slot_attention.activations import ACTIVATIONS
 from longseq.kernels.slot_attention.chunk import slot_attention_chunk
-from longseq.kernels.slot_attention.reference import slot_attention_reference, slot_attention_step_torch
+from longseq.kernels.slot_attention.reference import slot_attention_step_torch
 
 __all__ = ["ACTIVATIONS", "slot_attention", "slot_attention_step"]
 
@@ -43,7 +43,7 @@ _RECURRENCE = Recurrence(
     triton="triton_slots",
     limits={"K V M": TRITON_WIDTH},
     torch=slot_attention_chunk,
-    reference=slot_attention_reference,
+    reference=_RECURRENCE.loop(slot_attention_step_torch),
 )
 def slot_attention(
     q: Tensor,

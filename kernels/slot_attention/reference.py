@@ -1,12 +1,8 @@
 """Slot attention as its recurrence: the definition that every other form is compared with."""
 
-from functools import partial
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from longseq.kernels.recurrence import run_tokens
 from longseq.kernels.slot_attention.activations import ACTIVATIONS
 
 
@@ -24,20 +20,6 @@ def slot_attention_step_torch(
     weights = ACTIVATIONS[activation](scale * (keys * q[..., None, :]).sum(-1))  # [B, H, M]
     o = (values * weights[..., None]).sum(-2)
     return o.to(v.dtype), (keys, values)
-
-
-def slot_attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, write: Tensor | None, scale: float, activation: str,
-    chunk_size: int, **call: Any,
-) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:  # fmt: skip
-    """`slot_attention`, one token at a time. `chunk_size` is ignored; `call` is for `run_recurrence`."""
-
-    def step(token: list[Any], state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        q, k, v, g, write = token
-        return slot_attention_step_torch(q, k, v, g, state, write=write, scale=scale, activation=activation)
-
-    first = partial(empty_slots, k, v, g)
-    return run_tokens(step, (q, k, v, g, write), state_shape=first, output_dtype=v.dtype, **call)
 
 
 def empty_slots(k: Tensor, v: Tensor, g: Tensor, rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
