@@ -124,7 +124,8 @@ class Recurrence:
             chunk_size: Any = None, **options: Any,
         ) -> tuple[Tensor, Any]:  # fmt: skip
             sequences = {name: options.pop(name) for name in names}
-            values, sizes = sequences[self.values], {}
+            values = sequences[self.values]
+            sizes: dict[str, int] = {}
             for name, x in sequences.items():
                 if x is not None:
                     sizes.update(zip(_fitting(x, str(self.layouts[name])).split(), x.shape, strict=True))
