@@ -252,11 +252,24 @@ def step(
 
     def decorate(function: Function) -> Function:
         name = function.__name__
-        kernel = Later(f"{function.__module__}.triton_step", f"{name}_triton")
+        kernel: Callable[..., Any] = Later(f"{function.__module__}.triton_step", f"{name}_triton")
+        if not isinstance(recurrence.layouts["initial_state"], str):
+            kernel = _with_parts(kernel)
         register(name, Backend("triton", kernel, reasons), Backend("torch", torch), kind="step")
         return dispatched(name, function, recurrence.judge_step, prepare)
 
     return decorate
+
+
+def _with_parts(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """A step whose state has several parts, from one that takes and returns them one after another."""
+
+    def run(**arguments: Any) -> tuple[Tensor, Any]:
+        flat = [part for x in arguments.values() for part in (x if isinstance(x, tuple) else (x,))]
+        output, *after = kernel(*flat)
+        return output, tuple(after)
+
+    return run
 
 
 def _limit_reasons(call: Call, limits: Mapping[str, int] | None) -> list[str]:
