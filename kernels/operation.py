@@ -36,7 +36,7 @@ from longseq.kernels.dispatch import (
 from longseq.kernels.empty import run_empty
 from longseq.kernels.packing import Packing, check_tokens, is_checked, segment_bounds
 from longseq.kernels.precision import call_dtype, is_mixed
-from longseq.kernels.reading import Reverse, check_own_parameters, check_reverse
+from longseq.kernels.reading import Reverse, check_own_parameters, check_reverse, run_each_way
 from longseq.kernels.recurrence import run_tokens
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -117,6 +117,7 @@ class Recurrence:
         Without an initial state, the first one holds the number `first` everywhere.
         """
         names = [name for name, layout in self.layouts.items() if isinstance(layout, str) and layout.startswith("B T")]
+        parameters = {name: str(layout) for name, layout in self.layouts.items() if " | P " in layout}
         states: Any = self.layouts["initial_state"]
 
         def run(
@@ -124,6 +125,11 @@ class Recurrence:
             chunk_size: Any = None, **options: Any,
         ) -> tuple[Tensor, Any]:  # fmt: skip
             sequences = {name: options.pop(name) for name in names}
+            call = {"output_final_state": output_final_state, "cu_seqlens": cu_seqlens}
+            own = {name: options[name] for name in parameters if _fitting(options[name], parameters[name])[0] == "P"}
+            if own:
+                shared = {name: x for name, x in options.items() if name not in own}
+                return run_each_way(run, own, sequences, initial_state=initial_state, reverse=reverse, **call, **shared)
             values = sequences[self.values]
             sizes: dict[str, int] = {}
             for name, x in sequences.items():
@@ -141,7 +147,7 @@ class Recurrence:
             return run_tokens(
                 lambda token, state: step(**dict(zip(names, token, strict=True)), state=state, **options),
                 [*sequences.values()], initial_state=initial_state, state_shape=first_state, output_dtype=values.dtype,
-                output_final_state=output_final_state, cu_seqlens=cu_seqlens, reverse=reverse,
+                reverse=reverse, **call,
             )  # fmt: skip
 
         return run

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from longseq.kernels.diagonal_scan.chunk import longhorn_scan_chunk, selective_scan_chunk
-from longseq.kernels.diagonal_scan.reference import longhorn_scan_step_torch, selective_scan_step_torch, with_own_rates
+from longseq.kernels.diagonal_scan.reference import longhorn_scan_step_torch, selective_scan_step_torch
 from longseq.kernels.operation import Recurrence, operation, step
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
@@ -65,7 +65,7 @@ def longhorn_scan(
     triton="triton_scan",
     limits={"N": TRITON_ENTRIES},
     torch=selective_scan_chunk,
-    reference=with_own_rates(_SELECTIVE.loop(selective_scan_step_torch)),
+    reference=_SELECTIVE.loop(selective_scan_step_torch),
 )
 def selective_scan(
     x: Tensor,

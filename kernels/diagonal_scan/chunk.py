@@ -16,10 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longseq.kernels.chunks import balanced_chunk_size, scan
-from longseq.kernels.diagonal_scan.reference import finite_rates, with_own_rates
+from longseq.kernels.diagonal_scan.reference import finite_rates
 from longseq.kernels.dispatch import is_exporting
 from longseq.kernels.once_differentiable import once_differentiable
 from longseq.kernels.precision import without_autocast
+from longseq.kernels.reading import run_each_way
 from longseq.kernels.recurrence import Sequences, run_padded, run_recurrence
 
 # How many numbers one step should work on: enough to hide the cost of a launch, few enough to stay in a cache.
@@ -31,11 +32,12 @@ def longhorn_scan_chunk(x: Tensor, q: Tensor, k: Tensor, beta: Tensor, **call: A
     return _scan(x, beta, k, q, None, **call)
 
 
-@with_own_rates
 def selective_scan_chunk(
     x: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, **call: Any
 ) -> tuple[Tensor, Tensor | None]:
     """`selective_scan` in two levels; saves its inputs and the states at the chunks' starts for the backward."""
+    if A.dim() == 3 and not is_exporting():
+        return run_each_way(selective_scan_chunk, {"A": A}, {"x": x, "delta": delta, "B": B, "C": C}, **call)
     return _scan(x, delta, B, C, A, **call)
 
 

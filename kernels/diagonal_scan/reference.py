@@ -1,13 +1,7 @@
 """The diagonal scans as their recurrences: the definitions that every other form is compared with."""
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
-
-from longseq.kernels.dispatch import is_exporting
-from longseq.kernels.reading import Reverse, half, run_each_way
 
 
 def longhorn_scan_step_torch(x: Tensor, q: Tensor, k: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -33,20 +27,3 @@ def selective_scan_step_torch(
 def finite_rates(A: Tensor, dtype: torch.dtype) -> Tensor:
     """A in `dtype`, with its least number in place of -inf: -inf times a delta of 0 would be NaN."""
     return A.to(dtype).clamp_min(torch.finfo(dtype).min)
-
-
-def with_own_rates(scan: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Tensor, Any]]:
-    """`scan`, which takes A [D, N], for A [2, D, N], too: one for each half of the rows."""
-
-    def run(*, A: Tensor, initial_state: Tensor | None, reverse: Reverse, **call: Any) -> tuple[Tensor, Any]:
-        if A.dim() == 2 or is_exporting():
-            return scan(A=A, initial_state=initial_state, reverse=reverse, **call)
-
-        def run_one_way(i: int) -> tuple[Tensor, Any]:
-            state = None if initial_state is None else half(initial_state, i)
-            rows = {name: half(call[name], i) for name in ("x", "delta", "B", "C")}
-            return scan(A=A[i], initial_state=state, reverse=bool(i), **{**call, **rows})
-
-        return run_each_way(run_one_way)
-
-    return run
