@@ -1,5 +1,6 @@
 """Queries, keys, values and write strengths of the delta rule, after a short convolution."""
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -9,9 +10,8 @@ from longseq.kernels.dispatch import Call, is_exporting
 from longseq.kernels.head_features import TRITON_WIDTH, check_features, count_values
 from longseq.kernels.operation import operation
 from longseq.kernels.packing import Packing
-from longseq.kernels.precision import call_dtype, is_mixed
 from longseq.kernels.reading import Reverse
-from longseq.kernels.short_convolution import check_convolution
+from longseq.kernels.short_convolution import judge_convolution
 
 __all__ = ["convolved_features"]
 
@@ -21,28 +21,16 @@ def _judge(
     initial_state: Tensor | None, cu_seqlens: Tensor | None, mask: Tensor | None, reverse: Reverse, **_: Any,
 ) -> Call:  # fmt: skip
     check_features(feature_map, key_norm)
-    own = weight.dim() == 3
-    sizes = check_convolution(
-        op,
-        {
-            "x": (x, "B T P"),
-            "weight": (weight, "R C W" if own else "C W"),
-            "initial_state": (initial_state, "2B C W-1" if own else "S C W-1"),
-        },
-        cu_seqlens,
-        mask,
-        reverse,
-    )
-    values = count_values(op, sizes["C"], num_heads, key_dim)
-    if not is_exporting() and sizes["P"] < sizes["C"] + num_heads:
+    call = judge_convolution(op, x, weight, None, initial_state, cu_seqlens, mask, reverse, "B T I")
+    channels = call.sizes["D"]
+    values = count_values(op, channels, num_heads, key_dim)
+    if not is_exporting() and call.sizes["I"] < channels + num_heads:
         raise ValueError(
-            f"{op}: x has {sizes['P']} channels, fewer than the {sizes['C']} of weight and a logit per head"
+            f"{op}: x has {call.sizes['I']} channels, fewer than the {channels} of weight and a logit per head"
         )
-    sizes = {**sizes, "H": num_heads, "K": key_dim, "V": values}
-    dtype, mixed = call_dtype(x, initial_state), is_mixed(x, weight)
     # With a state or a mask other kernels run: those of the two separate operations.
     kind = "" if initial_state is None and mask is None else "composed"
-    return Call(x.device, dtype, cu_seqlens is not None, is_exporting(), sizes, reverse=reverse, mixed=mixed, kind=kind)
+    return replace(call, sizes={**call.sizes, "H": num_heads, "K": key_dim, "V": values}, kind=kind)
 
 
 @operation(
