@@ -245,7 +245,6 @@ def step(
     *,
     torch: Callable[..., Any],
     held: tuple[str, ...] = (),
-    prepare: Callable[..., Mapping[str, Any]] | None = None,
 ) -> Callable[[Function], Function]:
     """Make the one-token form of an operation, called `<operation>_step`, of a function without a body.
 
@@ -262,7 +261,7 @@ def step(
         if not isinstance(recurrence.layouts["initial_state"], str):
             kernel = _with_parts(kernel)
         register(name, Backend("triton", kernel, reasons), Backend("torch", torch), kind="step")
-        return dispatched(name, function, recurrence.judge_step, prepare)
+        return dispatched(name, function, recurrence.judge_step)
 
     return decorate
 
@@ -350,7 +349,7 @@ def dispatched(
     op: str,
     function: Function,
     judge: Callable[..., Call],
-    prepare: Callable[..., Mapping[str, Any]] | None,
+    prepare: Callable[..., Mapping[str, Any]] | None = None,
 ) -> Function:
     """Return the public function of an operation: it checks a call, chooses a backend, and runs it.
 

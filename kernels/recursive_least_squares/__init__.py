@@ -21,7 +21,7 @@ __all__ = ["recursive_least_squares", "recursive_least_squares_step"]
 TRITON_WIDTH = 64  # of the matrix, which one program holds in registers
 
 
-def check_refresh(op: str, lambda0: float, refresh_period: int | None, refresh: float, **_: Any) -> None:
+def check_refresh(op: str, refresh_period: int | None, refresh: float, lambda0: float = 1.0, **_: Any) -> None:
     """Check the constants of the recurrence."""
     if not lambda0 > 0:
         raise ValueError(f"{op}: lambda0 is {lambda0}, but must be above 0, or the first A = I / lambda0 is not finite")
@@ -43,11 +43,6 @@ def count_tokens(mask: Tensor | None, **arguments: Any) -> Mapping[str, Any]:
     written = {name: arguments[name] for name in ("x", "k", "v", "u") if arguments.get(name) is not None}
     masked = {name: x.masked_fill(absent, 0) for name, x in written.items()}
     return {**arguments, **masked, "count": mask.long()}
-
-
-def without_lambda0(lambda0: float, **arguments: Any) -> Mapping[str, Any]:
-    """The arguments of the backends of a step: without `lambda0`, because a step always has a state."""
-    return arguments
 
 
 _RECURRENCE = Recurrence(
@@ -103,19 +98,17 @@ def recursive_least_squares(
     """
 
 
-@step(_RECURRENCE, torch=recursive_least_squares_step_torch, held=("K",), prepare=without_lambda0)
+@step(_RECURRENCE, torch=recursive_least_squares_step_torch, held=("K",))
 def recursive_least_squares_step(
     x: Tensor,
     u: Tensor,
     state: InverseState,
     *,
-    lambda0: float = 0.1,
     refresh_period: int | None = 20,
     refresh: float = 1e-3,
     backend: str = "auto",
 ) -> tuple[Tensor, InverseState]:
     """One token of `recursive_least_squares`: x, u [B, H, K]; state (A [B, H, K, K], steps [B]).
 
-    Returns y [B, H, K] in x's dtype and the next state, in the state's own dtype. `lambda0` is ignored, because the
-    state is given.
+    Returns y [B, H, K] in x's dtype and the next state, in the state's own dtype.
     """

@@ -7,7 +7,7 @@ from longseq.kernels.operation import COUNTER, Recurrence, operation, step
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
 from longseq.kernels.recursive_least_squares import TRITON_WIDTH as INVERSE_WIDTH
-from longseq.kernels.recursive_least_squares import check_refresh, count_tokens, without_lambda0
+from longseq.kernels.recursive_least_squares import check_refresh, count_tokens
 from longseq.kernels.variational_linear_attention.chunk import variational_linear_attention_chunk
 from longseq.kernels.variational_linear_attention.reference import (
     VariationalState,
@@ -93,7 +93,7 @@ def variational_linear_attention(
     """
 
 
-@step(_RECURRENCE, torch=variational_linear_attention_step_torch, held=("K",), prepare=without_lambda0)
+@step(_RECURRENCE, torch=variational_linear_attention_step_torch, held=("K",))
 def variational_linear_attention_step(
     q: Tensor,
     k: Tensor,
@@ -101,7 +101,6 @@ def variational_linear_attention_step(
     u: Tensor | None = None,
     *,
     state: VariationalState,
-    lambda0: float = 0.1,
     refresh_period: int | None = 20,
     refresh: float = 1e-3,
     eps: float = 1e-4,
@@ -112,6 +111,5 @@ def variational_linear_attention_step(
 ) -> tuple[Tensor, VariationalState]:
     """One token of `variational_linear_attention`: q, k, u [B, H, K]; v [B, H, V]; state (S, A, z, steps).
 
-    Returns o [B, H, V] in v's dtype and the next state, in the state's own dtype. `lambda0` is ignored, because the
-    state is given.
+    Returns o [B, H, V] in v's dtype and the next state, in the state's own dtype.
     """
