@@ -227,7 +227,10 @@ def operation(
             kernels = Later(f"{function.__module__}.{triton}", f"{op}_triton")
 
             def find_reasons(call: Call) -> list[str]:
-                return triton_reasons(call) + _limit_reasons(call, limits) + reasons(call)
+                found = triton_reasons(call)
+                for names, limit in (limits or {}).items():
+                    found += width_reasons(call, limit, *names.split())
+                return found + reasons(call)
 
             forms.append(Backend("triton", kernels, find_reasons))
         if reference is None:
@@ -253,7 +256,12 @@ def step(
     """
 
     def reasons(call: Call) -> list[str]:
-        return _step_reasons(call, held)
+        found = triton_reasons(call)
+        if call.dtype.itemsize == 2:
+            found.append(f"it keeps states in float32, and this one is {call.dtype} (cast it, or use backend='torch')")
+        if call.differentiated:
+            found.append("it has no gradient, and an input requires one (use backend='torch', or torch.no_grad())")
+        return found + width_reasons(call, TRITON_STEP_WIDTH, *held)
 
     def decorate(function: Function) -> Function:
         name = function.__name__
@@ -275,19 +283,6 @@ def _with_parts(kernel: Callable[..., Any]) -> Callable[..., Any]:
         return output, tuple(after)
 
     return run
-
-
-def _limit_reasons(call: Call, limits: Mapping[str, int] | None) -> list[str]:
-    return [reason for names, limit in (limits or {}).items() for reason in width_reasons(call, limit, *names.split())]
-
-
-def _step_reasons(call: Call, held: tuple[str, ...]) -> list[str]:
-    reasons = triton_reasons(call)
-    if call.dtype in (torch.float16, torch.bfloat16):
-        reasons.append(f"it keeps states in float32, and this one is {call.dtype} (cast it, or use backend='torch')")
-    if call.differentiated:
-        reasons.append("it has no gradient, and an input requires one (use backend='torch', or torch.no_grad())")
-    return reasons + width_reasons(call, TRITON_STEP_WIDTH, *held)
 
 
 _LATER: dict[tuple[str, str], "Later"] = {}
@@ -411,16 +406,12 @@ def dispatched(
         run = choose(args, kwargs) if torch.compiler.is_compiling() else recall(args, kwargs)
         arguments = bind(args, kwargs)
         del arguments["backend"]
-        if is_recurrent and arguments["cu_seqlens"] is not None and not torch.compiler.is_compiling():
-            _check_values(arguments["cu_seqlens"], arguments[names[0]])
+        borders = arguments["cu_seqlens"] if is_recurrent else None
+        if borders is not None and not torch.compiler.is_compiling() and is_checked() and not is_exporting():
+            segment_bounds(borders, arguments[names[0]].shape[1])
         return run(**(arguments if prepare is None else prepare(**arguments)))
 
     return call  # type: ignore[return-value]
-
-
-def _check_values(cu_seqlens: Tensor, first: Tensor) -> None:
-    if is_checked() and not is_exporting():
-        segment_bounds(cu_seqlens, first.shape[1])
 
 
 def _look(parts: tuple[Any, ...]) -> tuple[Any, ...]:

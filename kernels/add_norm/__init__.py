@@ -11,8 +11,6 @@ from longseq.kernels.dispatch import Call, is_exporting
 from longseq.kernels.operation import operation
 from longseq.kernels.precision import call_dtype, is_mixed
 
-__all__ = ["add_norm"]
-
 TRITON_WIDTH = 8192  # of a row, which one program reads whole
 
 

@@ -13,8 +13,6 @@ from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
 from longseq.kernels.short_convolution import judge_convolution
 
-__all__ = ["convolved_features"]
-
 
 def _judge(
     op: str, x: Tensor, weight: Tensor, num_heads: int, key_dim: int, feature_map: str, key_norm: str,

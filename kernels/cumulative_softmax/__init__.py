@@ -8,8 +8,6 @@ from longseq.kernels.operation import Recurrence, operation, step
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
 
-__all__ = ["NOTHING", "cumulative_softmax", "cumulative_softmax_step"]
-
 _RECURRENCE = Recurrence({"x": "B T H M", "initial_state": "S H M"}, values="x")
 
 

@@ -11,8 +11,6 @@ from longseq.kernels.operation import Recurrence, operation, step
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
 
-__all__ = ["delta_rule", "delta_rule_step"]
-
 TRITON_WIDTH = 256  # rows and columns of a state
 TRITON_CHANNELS = 128  # rows, for calls of the kind "channels"
 

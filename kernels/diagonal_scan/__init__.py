@@ -8,8 +8,6 @@ from longseq.kernels.operation import Recurrence, operation, step
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
 
-__all__ = ["longhorn_scan", "longhorn_scan_step", "selective_scan", "selective_scan_step"]
-
 TRITON_ENTRIES = 64  # of a row of the state, which is held in registers
 
 _LONGHORN = Recurrence(

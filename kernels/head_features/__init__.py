@@ -8,8 +8,6 @@ from longseq.kernels.head_features.features import FEATURE_MAPS, KEY_NORMS, has_
 from longseq.kernels.operation import operation
 from longseq.kernels.precision import call_dtype, is_mixed
 
-__all__ = ["FEATURE_MAPS", "KEY_NORMS", "check_features", "head_features"]
-
 TRITON_WIDTH = 8192  # channels of a head, which one program reads whole
 
 

@@ -11,8 +11,6 @@ from longseq.kernels.operation import Recurrence, operation, step
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
 
-__all__ = ["linear_attention", "linear_attention_step"]
-
 TRITON_WIDTH = 512  # of a state's rows and columns
 
 

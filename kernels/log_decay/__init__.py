@@ -8,8 +8,6 @@ from longseq.kernels.log_decay.decay import log_decay_torch
 from longseq.kernels.operation import operation
 from longseq.kernels.precision import call_dtype, is_mixed
 
-__all__ = ["log_decay"]
-
 
 def _judge(op: str, z: Tensor, A_log: Tensor, dt_bias: Tensor, bound: float | None) -> Call:
     width = dt_bias.shape[A_log.dim() - 1 :]  # H, or H and K

@@ -9,8 +9,6 @@ from longseq.kernels.longhorn_pair.pair import longhorn_pair_torch
 from longseq.kernels.operation import operation
 from longseq.kernels.precision import call_dtype, is_mixed
 
-__all__ = ["TRITON_RANKS", "longhorn_pair"]
-
 TRITON_RANKS = 127  # ranks of the rate, which share one tile of a matrix product with the bias
 
 

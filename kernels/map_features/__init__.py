@@ -11,8 +11,6 @@ from longseq.kernels.head_features import TRITON_WIDTH, check_features
 from longseq.kernels.map_features.features import map_features_torch
 from longseq.kernels.operation import operation
 
-__all__ = ["map_features"]
-
 
 def _judge(op: str, x: Tensor, feature_map: str, norm: str | None, scale: float, **_: Any) -> Call:
     check_scale(op, scale)

@@ -15,8 +15,6 @@ from longseq.kernels.orthogonal_recurrence.reference import (
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
 
-__all__ = ["OBJECTIVES", "orthogonal_recurrence", "orthogonal_recurrence_step"]
-
 OBJECTIVES = ("decode", "encode", "similarity", "ttt")
 TRITON_WIDTH = 128  # rows and columns of a state, which is held in registers
 TRITON_CHUNK = 64  # tokens

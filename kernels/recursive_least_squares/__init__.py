@@ -16,8 +16,6 @@ from longseq.kernels.recursive_least_squares.reference import (
     recursive_least_squares_step_torch,
 )
 
-__all__ = ["recursive_least_squares", "recursive_least_squares_step"]
-
 TRITON_WIDTH = 64  # of the matrix, which one program holds in registers
 
 

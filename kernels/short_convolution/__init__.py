@@ -13,8 +13,6 @@ from longseq.kernels.reading import Reverse, check_own_parameters, check_reverse
 from longseq.kernels.short_convolution.chunk import short_convolution_chunk
 from longseq.kernels.short_convolution.reference import short_convolution_reference, short_convolution_step_torch
 
-__all__ = ["short_convolution", "short_convolution_step"]
-
 
 def judge_convolution(
     op: str, x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None,

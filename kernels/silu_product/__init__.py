@@ -8,8 +8,6 @@ from longseq.kernels.operation import operation
 from longseq.kernels.precision import call_dtype
 from longseq.kernels.silu_product.product import silu_product_torch
 
-__all__ = ["silu_product"]
-
 
 def _judge(op: str, x: Tensor, gate: Tensor, skip: Tensor | None, skip_weight: Tensor | None) -> Call:
     if (skip is None) != (skip_weight is None):

@@ -11,8 +11,6 @@ from longseq.kernels.slot_attention.activations import ACTIVATIONS
 from longseq.kernels.slot_attention.chunk import slot_attention_chunk
 from longseq.kernels.slot_attention.reference import slot_attention_step_torch
 
-__all__ = ["ACTIVATIONS", "slot_attention", "slot_attention_step"]
-
 TRITON_WIDTH = 512  # of a state's rows and columns
 
 

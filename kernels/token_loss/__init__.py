@@ -10,8 +10,6 @@ from longseq.kernels.dispatch import Call, is_exporting
 from longseq.kernels.operation import operation
 from longseq.kernels.token_loss.loss import token_loss_torch
 
-__all__ = ["token_loss"]
-
 
 def _judge(op: str, logits: Tensor, target: Tensor, **_: Any) -> Call:
     if target.dtype != torch.int64:

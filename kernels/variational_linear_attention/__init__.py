@@ -15,8 +15,6 @@ from longseq.kernels.variational_linear_attention.reference import (
     variational_linear_attention_step_torch,
 )
 
-__all__ = ["variational_linear_attention", "variational_linear_attention_step"]
-
 _RECURRENCE = Recurrence(
     {
         "q": "B T H K",
