@@ -1,12 +1,13 @@
 """A product gated by SiLU."""
 
+import torch
 from torch import Tensor
+from torch.nn import functional
 
 from longseq.kernels.checks import check_shapes
 from longseq.kernels.dispatch import Call, is_exporting
 from longseq.kernels.operation import operation
-from longseq.kernels.precision import call_dtype
-from longseq.kernels.silu_product.product import silu_product_torch
+from longseq.kernels.precision import call_dtype, compute_dtype, without_autocast
 
 
 def _judge(op: str, x: Tensor, gate: Tensor, skip: Tensor | None, skip_weight: Tensor | None) -> Call:
@@ -17,6 +18,25 @@ def _judge(op: str, x: Tensor, gate: Tensor, skip: Tensor | None, skip_weight: T
         shape, weights = (2 * gate.shape[0], *gate.shape[1:]), (2, *weights)
     check_shapes(op, {"x": (x, shape), "skip": (skip, x.shape), "skip_weight": (skip_weight, weights)})
     return Call(x.device, call_dtype(x, gate, skip, skip_weight), exporting=is_exporting())
+
+
+def silu_product_torch(x: Tensor, gate: Tensor, *, skip: Tensor | None, skip_weight: Tensor | None) -> Tensor:
+    """`silu_product` by torch's own functions."""
+    with without_autocast(x):
+        if skip_weight is not None and skip_weight.dim() == 2:
+            skip_weight = skip_weight.reshape(2, *[1] * (x.dim() - 1), -1)
+            x, skip = (
+                x.unflatten(0, (2, x.shape[0] // 2)),
+                None if skip is None else skip.unflatten(0, (2, x.shape[0] // 2)),
+            )
+        wide = compute_dtype(x, gate, skip, skip_weight)
+        value = x.to(wide)
+        if skip is not None and skip_weight is not None:
+            value = torch.addcmul(value, skip.to(wide), skip_weight.to(wide))
+        if value.dim() > gate.dim():
+            value = value.sum(0)
+        product = value * functional.silu(gate.to(wide))
+        return product.to(torch.promote_types(x.dtype, gate.dtype))
 
 
 @operation(_judge, triton="triton_product", torch=silu_product_torch)

@@ -7,9 +7,8 @@ from torch import Tensor
 from longseq.kernels.operation import Recurrence, operation, step
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
-from longseq.kernels.slot_attention.activations import ACTIVATIONS
 from longseq.kernels.slot_attention.chunk import slot_attention_chunk
-from longseq.kernels.slot_attention.reference import slot_attention_step_torch
+from longseq.kernels.slot_attention.reference import ACTIVATIONS, slot_attention_step_torch
 
 TRITON_WIDTH = 512  # of a state's rows and columns
 

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from longseq.kernels.linear_attention.chunk import Inputs, linear_attention_core
 from longseq.kernels.recurrence import Sequences, run_padded, run_recurrence
-from longseq.kernels.slot_attention.activations import ACTIVATIONS
-from longseq.kernels.slot_attention.reference import empty_slots
+from longseq.kernels.slot_attention.reference import ACTIVATIONS, empty_slots
 
 
 def slot_attention_chunk(

@@ -1,9 +1,18 @@
 """Slot attention as its recurrence: the definition that every other form is compared with."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from longseq.kernels.slot_attention.activations import ACTIVATIONS
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda x: torch.softmax(x, -1),
+    "identity": lambda x: x,
+    "silu": functional.silu,
+    "relu": torch.relu,
+    "relu_squared": lambda x: torch.relu(x).square(),
+}
 
 
 def slot_attention_step_torch(

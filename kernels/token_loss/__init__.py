@@ -4,11 +4,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from longseq.kernels.checks import check_shapes
 from longseq.kernels.dispatch import Call, is_exporting
 from longseq.kernels.operation import operation
-from longseq.kernels.token_loss.loss import token_loss_torch
+from longseq.kernels.precision import compute_dtype, without_autocast
 
 
 def _judge(op: str, logits: Tensor, target: Tensor, **_: Any) -> Call:
@@ -16,6 +17,14 @@ def _judge(op: str, logits: Tensor, target: Tensor, **_: Any) -> Call:
         raise ValueError(f"{op}: target is {target.dtype}, but must be int64")
     check_shapes(op, {"target": (target, logits.shape[:-1])})
     return Call(logits.device, logits.dtype, exporting=is_exporting())
+
+
+def token_loss_torch(logits: Tensor, target: Tensor, *, ignore_index: int) -> Tensor:
+    """`token_loss` by torch's own function, which keeps a copy of the logits in float32."""
+    with without_autocast(logits):
+        wide = logits.to(compute_dtype(logits)).reshape(-1, logits.shape[-1])
+        losses = functional.cross_entropy(wide, target.flatten(), ignore_index=ignore_index, reduction="none")
+        return losses.reshape(target.shape)
 
 
 @operation(_judge, triton="triton_loss", torch=token_loss_torch)
