@@ -111,10 +111,12 @@ class Recurrence:
         wanted = torch.is_grad_enabled() and any([x.requires_grad for x in present.values()])
         return Call(states[0].device, dtype, exporting=is_exporting(), sizes=sizes, differentiated=wanted)
 
-    def loop(self, step: Callable[..., tuple[Tensor, Any]], first: float = 0.0) -> Callable[..., tuple[Tensor, Any]]:
+    def loop(
+        self, step: Callable[..., tuple[Tensor, Any]], first: Callable[[Tensor, int, torch.dtype], Any] | None = None
+    ) -> Callable[..., tuple[Tensor, Any]]:
         """The backend `reference`: `step`, the one-token form in torch, at one token after another.
 
-        Without an initial state, the first one holds the number `first` everywhere.
+        `first(values, rows, dtype)` makes the first state, where that is not zero.
         """
         names = [name for name, layout in self.layouts.items() if isinstance(layout, str) and layout.startswith("B T")]
         parameters = {name: str(layout) for name, layout in self.layouts.items() if " | P " in layout}
@@ -136,18 +138,14 @@ class Recurrence:
                 if x is not None:
                     sizes.update(zip(_fitting(x, str(self.layouts[name])).split(), x.shape, strict=True))
 
-            def make(layout: str, rows: int, dtype: torch.dtype) -> Tensor:
-                return values.new_full((rows, *[sizes[dim] for dim in layout.split()[1:]]), first, dtype=dtype)
+            def shape(layout: str) -> tuple[int, ...]:
+                return tuple([sizes[dim] for dim in layout.split()[1:]])
 
-            def first_state(rows: int, dtype: torch.dtype) -> Any:
-                if isinstance(states, str):
-                    return make(states, rows, dtype)
-                return tuple(make(layout, rows, dtype) for layout in states.values())
-
+            shapes: Any = shape(states) if isinstance(states, str) else tuple(map(shape, states.values()))
             return run_tokens(
                 lambda token, state: step(**dict(zip(names, token, strict=True)), state=state, **options),
-                [*sequences.values()], initial_state=initial_state, state_shape=first_state, output_dtype=values.dtype,
-                reverse=reverse, **call,
+                [*sequences.values()], initial_state=initial_state, output_dtype=values.dtype, reverse=reverse,
+                state_shape=shapes if first is None else partial(first, values), **call,
             )  # fmt: skip
 
         return run

@@ -29,7 +29,7 @@ def run_recurrence(
     core: Core,
     sequences: Sequences,
     initial_state: State | None,
-    state_shape: Sequence[int] | Callable[[int, torch.dtype], State],
+    state_shape: Sequence[Any] | Callable[[int, torch.dtype], State],
     *,
     output_dtype: torch.dtype,
     output_final_state: bool,
@@ -45,7 +45,7 @@ def run_recurrence(
     The state is float32, or float64 where an input is float64; integers of a state keep their type. The core computes
     in the state's type. The sequences keep their own type, so that a core saves no larger copies for its backward
     pass. The first sequence must be given. `state_shape` is the shape of a first state of zeros, without its leading
-    dimension; or a function of (rows, dtype) that makes another first state.
+    dimension; or the shapes of its parts; or a function of (rows, dtype) that makes another first state.
     """
     first = sequences[0]
     with without_autocast(first):
@@ -57,6 +57,8 @@ def run_recurrence(
             state = each(lambda x: x.to(dtype) if x.is_floating_point() else x, initial_state)
         elif callable(state_shape):
             state = state_shape(rows, dtype)
+        elif state_shape and isinstance(state_shape[0], tuple):
+            state = tuple([first.new_zeros((rows, *shape), dtype=dtype) for shape in state_shape])
         else:
             state = first.new_zeros((rows, *state_shape), dtype=dtype)
         if reverse:

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from longseq.kernels.cumulative_softmax.chunk import cumulative_softmax_torch
-from longseq.kernels.cumulative_softmax.reference import NOTHING, cumulative_softmax_step_torch
+from longseq.kernels.cumulative_softmax.reference import cumulative_softmax_step_torch, empty_state
 from longseq.kernels.operation import Recurrence, operation, step
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
@@ -16,7 +16,7 @@ def _step(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     return cumulative_softmax_step_torch(x.contiguous(), state)
 
 
-@operation(_RECURRENCE.judge, torch=cumulative_softmax_torch, reference=_RECURRENCE.loop(_step, first=NOTHING))
+@operation(_RECURRENCE.judge, torch=cumulative_softmax_torch, reference=_RECURRENCE.loop(_step, first=empty_state))
 def cumulative_softmax(
     x: Tensor,
     *,

@@ -36,7 +36,6 @@ def longhorn_scan(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | Packing | None = None,
-    chunk_size: int | None = None,
     reverse: Reverse = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
@@ -52,7 +51,7 @@ def longhorn_scan(
 
     Packing, direction, precision, inf and NaN: see `longseq.kernels`.
 
-    Returns (o, final state or None). By default `chunk_size` is chosen from the sizes.
+    Returns (o, final state or None).
 
     Source: Liu et al. 2024, "Longhorn: State Space Models are Amortized Online Learners", eq. 7.
     """
@@ -75,7 +74,6 @@ def selective_scan(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | Packing | None = None,
-    chunk_size: int | None = None,
     reverse: Reverse = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
@@ -92,7 +90,7 @@ def selective_scan(
     Packing, direction, precision, inf and NaN: see `longseq.kernels`. With reverse="second_half" A may be
     [2, D, N], one for each half of the rows.
 
-    Returns (o, final state or None). By default `chunk_size` is chosen from the sizes.
+    Returns (o, final state or None).
 
     Source: Gu and Dao 2023, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces", Algorithm 2, with the
     authors' simplification delta B of the discretised B.

@@ -42,13 +42,13 @@ def selective_scan_chunk(
 
 
 def _scan(
-    x: Tensor, rate: Tensor, key: Tensor, query: Tensor, A: Tensor | None, *, chunk_size: int | None, **call: Any
+    x: Tensor, rate: Tensor, key: Tensor, query: Tensor, A: Tensor | None, **call: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Mamba's scan, for which `rate` is delta, or without A Longhorn's, for which it is beta."""
 
     def core(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
         if not is_exporting():
-            return _DiagonalScan.apply(*sequences, A, state, chunk_size)
+            return _DiagonalScan.apply(*sequences, A, state)
         x, step, key, query = (sequence.to(state.dtype) for sequence in sequences)
         loop, rates = _scripted if torch.jit.is_tracing() else _exported, None
         if A is None:
@@ -128,8 +128,8 @@ def _token(
 
 class _DiagonalScan(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, rate, key, query, A, state, chunk_size):
-        ctx.layout = layout = _Layout.choose(x, state, chunk_size)
+    def forward(ctx, x, rate, key, query, A, state):
+        ctx.layout = layout = _Layout.choose(x, state)
         output, starts, final = _forward(layout, _split(layout, x, rate, key, query, A, state.dtype), state)
         ctx.save_for_backward(x, rate, key, query, A, starts)
         # No view: torch.compile of torch 2.11 loses the gradient of a first output that is one.
@@ -140,7 +140,7 @@ class _DiagonalScan(torch.autograd.Function):
     def backward(ctx, d_output, d_final):
         x, rate, key, query, A, starts = ctx.saved_tensors
         with without_autocast(d_final):
-            return *_backward(ctx.layout, x, rate, key, query, A, starts, d_output, d_final), None
+            return _backward(ctx.layout, x, rate, key, query, A, starts, d_output, d_final)
 
 
 @dataclass(frozen=True)
@@ -154,10 +154,10 @@ class _Layout:
     blocks: int
 
     @classmethod
-    def choose(cls, x: Tensor, state: Tensor, chunk_size: int | None) -> "_Layout":
+    def choose(cls, x: Tensor, state: Tensor) -> "_Layout":
         """Chunks of about √T tokens; as many lanes as a step of this device can use."""
         batch, tokens, _ = x.shape
-        length = min(tokens, balanced_chunk_size(tokens) if chunk_size is None else chunk_size)
+        length = min(tokens, balanced_chunk_size(tokens))
         chunks = -(-tokens // length)
         width = _NUMBERS_PER_STEP.get(x.device.type, _NUMBERS_PER_STEP["cuda"])
         lanes = max(1, min(chunks, width // state.numel()))

@@ -29,11 +29,3 @@ def slot_attention_step_torch(
     weights = ACTIVATIONS[activation](scale * (keys * q[..., None, :]).sum(-1))  # [B, H, M]
     o = (values * weights[..., None]).sum(-2)
     return o.to(v.dtype), (keys, values)
-
-
-def empty_slots(k: Tensor, v: Tensor, g: Tensor, rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The state before the first token: K~ [rows, H, M, K] and V~ [rows, H, M, V] of zeros."""
-    heads, slots = g.shape[2:]
-    shapes = ((rows, heads, slots, x.shape[3]) for x in (k, v))
-    keys, values = (k.new_zeros(shape, dtype=dtype) for shape in shapes)
-    return keys, values
