@@ -33,11 +33,10 @@ from longseq.kernels.dispatch import (
     select,
     unpacking_reasons,
 )
-from longseq.kernels.empty import run_empty
 from longseq.kernels.packing import Packing, check_tokens, is_checked, segment_bounds
 from longseq.kernels.precision import call_dtype, is_mixed
 from longseq.kernels.reading import Reverse, check_own_parameters, check_reverse, run_each_way
-from longseq.kernels.recurrence import run_tokens
+from longseq.kernels.recurrence import run_empty, run_tokens
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

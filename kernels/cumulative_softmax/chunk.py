@@ -9,8 +9,8 @@ from torch.nn import functional
 
 from longseq.kernels.chunks import scan
 from longseq.kernels.cumulative_softmax.reference import NOTHING, empty_state
+from longseq.kernels.custom_op import once_differentiable
 from longseq.kernels.dispatch import is_exporting
-from longseq.kernels.once_differentiable import once_differentiable
 from longseq.kernels.precision import without_autocast
 from longseq.kernels.recurrence import Sequences, run_padded, run_recurrence
 

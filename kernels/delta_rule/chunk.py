@@ -40,8 +40,8 @@ from longseq.kernels.chunks import (
     times,
     unit_lower_inverse,
 )
+from longseq.kernels.custom_op import once_differentiable
 from longseq.kernels.dispatch import is_exporting
-from longseq.kernels.once_differentiable import once_differentiable
 from longseq.kernels.precision import without_autocast
 from longseq.kernels.recurrence import Sequences, run_padded, run_recurrence
 

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longseq.kernels.chunks import balanced_chunk_size, scan
+from longseq.kernels.custom_op import once_differentiable
 from longseq.kernels.diagonal_scan.reference import finite_rates
 from longseq.kernels.dispatch import is_exporting
-from longseq.kernels.once_differentiable import once_differentiable
 from longseq.kernels.precision import without_autocast
 from longseq.kernels.reading import run_each_way
 from longseq.kernels.recurrence import Sequences, run_padded, run_recurrence

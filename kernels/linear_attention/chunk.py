@@ -36,9 +36,9 @@ from longseq.kernels.chunks import (
     split_chunks,
     times,
 )
+from longseq.kernels.custom_op import once_differentiable
 from longseq.kernels.dispatch import is_exporting
 from longseq.kernels.linear_attention.reference import repeat_keys
-from longseq.kernels.once_differentiable import once_differentiable
 from longseq.kernels.precision import without_autocast
 from longseq.kernels.recurrence import Sequences, run_padded, run_recurrence
 

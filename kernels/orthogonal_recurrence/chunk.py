@@ -28,8 +28,8 @@ from longseq.kernels.chunks import (
     scan,
     split_chunks,
 )
+from longseq.kernels.custom_op import once_differentiable
 from longseq.kernels.dispatch import is_exporting
-from longseq.kernels.once_differentiable import once_differentiable
 from longseq.kernels.orthogonal_recurrence.reference import (
     column_norms,
     has_unit_columns,

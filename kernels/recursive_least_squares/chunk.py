@@ -27,8 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longseq.kernels.chunks import export_plan, fit_chunk_size, join_chunks, scan, split_chunks
+from longseq.kernels.custom_op import once_differentiable
 from longseq.kernels.dispatch import is_exporting
-from longseq.kernels.once_differentiable import once_differentiable
 from longseq.kernels.precision import without_autocast
 from longseq.kernels.recurrence import Sequences, State, run_padded, run_recurrence
 from longseq.kernels.recursive_least_squares.reference import (
