@@ -111,11 +111,11 @@ class Recurrence:
         return Call(states[0].device, dtype, exporting=is_exporting(), sizes=sizes, differentiated=wanted)
 
     def loop(
-        self, step: Callable[..., tuple[Tensor, Any]], first: Callable[[Tensor, int, torch.dtype], Any] | None = None
+        self, step: Callable[..., tuple[Tensor, Any]], first: Callable[..., Any] | None = None
     ) -> Callable[..., tuple[Tensor, Any]]:
         """The backend `reference`: `step`, the one-token form in torch, at one token after another.
 
-        `first(values, rows, dtype)` makes the first state, where that is not zero.
+        `first(rows, dtype, **arguments)` makes the first state, where that is not zero. `count` is a sequence, too.
         """
         names = [name for name, layout in self.layouts.items() if isinstance(layout, str) and layout.startswith("B T")]
         parameters = {name: str(layout) for name, layout in self.layouts.items() if " | P " in layout}
@@ -125,7 +125,7 @@ class Recurrence:
             *, initial_state: Any, output_final_state: bool, cu_seqlens: Tensor | None, reverse: Reverse,
             chunk_size: Any = None, **options: Any,
         ) -> tuple[Tensor, Any]:  # fmt: skip
-            sequences = {name: options.pop(name) for name in names}
+            sequences = {name: options.pop(name) for name in (*names, "count") if name in options}
             call = {"output_final_state": output_final_state, "cu_seqlens": cu_seqlens}
             own = {name: options[name] for name in parameters if _fitting(options[name], parameters[name])[0] == "P"}
             if own:
@@ -133,18 +133,21 @@ class Recurrence:
                 return run_each_way(run, own, sequences, initial_state=initial_state, reverse=reverse, **call, **shared)
             values = sequences[self.values]
             sizes: dict[str, int] = {}
-            for name, x in sequences.items():
-                if x is not None:
+            for name in names:
+                if (x := sequences[name]) is not None:
                     sizes.update(zip(_fitting(x, str(self.layouts[name])).split(), x.shape, strict=True))
 
             def shape(layout: str) -> tuple[int, ...]:
                 return tuple([sizes[dim] for dim in layout.split()[1:]])
 
-            shapes: Any = shape(states) if isinstance(states, str) else tuple(map(shape, states.values()))
+            if first is not None:
+                state_shape: Any = partial(first, **sequences, **options)
+            else:
+                state_shape = shape(states) if isinstance(states, str) else tuple(map(shape, states.values()))
             return run_tokens(
-                lambda token, state: step(**dict(zip(names, token, strict=True)), state=state, **options),
+                lambda token, state: step(**dict(zip(sequences, token, strict=True)), state=state, **options),
                 [*sequences.values()], initial_state=initial_state, output_dtype=values.dtype, reverse=reverse,
-                state_shape=shapes if first is None else partial(first, values), **call,
+                state_shape=state_shape, **call,
             )  # fmt: skip
 
         return run

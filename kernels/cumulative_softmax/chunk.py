@@ -34,7 +34,7 @@ def cumulative_softmax_torch(x: Tensor, **call: Any) -> tuple[Tensor, Tensor | N
     return run_recurrence(
         core,
         (x, real),
-        state_shape=partial(empty_state, x),
+        state_shape=partial(empty_state, x=x),
         output_dtype=x.dtype,
         unpack=run_padded,
         **call,

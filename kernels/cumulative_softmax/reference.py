@@ -15,6 +15,6 @@ def cumulative_softmax_step_torch(x: Tensor, state: Tensor) -> tuple[Tensor, Ten
     return functional.logsigmoid(state - logit).to(x.dtype), torch.logaddexp(state, logit)
 
 
-def empty_state(x: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
+def empty_state(rows: int, dtype: torch.dtype, *, x: Tensor) -> Tensor:
     """The state before the first token [rows, H, M]."""
     return x.new_full((rows, *x.shape[2:]), NOTHING, dtype=dtype)

@@ -12,7 +12,8 @@ from longseq.kernels.reading import Reverse
 from longseq.kernels.recursive_least_squares.chunk import recursive_least_squares_chunk
 from longseq.kernels.recursive_least_squares.reference import (
     InverseState,
-    recursive_least_squares_reference,
+    counted,
+    first_state,
     recursive_least_squares_step_torch,
 )
 
@@ -56,7 +57,7 @@ _RECURRENCE = Recurrence(
     triton="triton_least_squares",
     limits={"K": TRITON_WIDTH},
     torch=recursive_least_squares_chunk,
-    reference=recursive_least_squares_reference,
+    reference=_RECURRENCE.loop(counted(recursive_least_squares_step_torch), first_state),
     prepare=count_tokens,
 )
 def recursive_least_squares(
