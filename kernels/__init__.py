@@ -51,10 +51,7 @@ from longseq.kernels.silu_product import silu_product
 from longseq.kernels.slot_attention import slot_attention, slot_attention_step
 from longseq.kernels.token_choice import token_choice
 from longseq.kernels.token_loss import token_loss
-from longseq.kernels.variational_linear_attention import (
-    variational_linear_attention,
-    variational_linear_attention_step,
-)
+from longseq.kernels.variational_linear_attention import variational_linear_attention, variational_linear_attention_step
 
 __all__ = [
     "Packing",

@@ -244,10 +244,7 @@ def operation(
 
 
 def step(
-    recurrence: Recurrence,
-    *,
-    torch: Callable[..., Any],
-    held: tuple[str, ...] = (),
+    recurrence: Recurrence, *, torch: Callable[..., Any], held: tuple[str, ...] = ()
 ) -> Callable[[Function], Function]:
     """Make the one-token form of an operation, called `<operation>_step`, of a function without a body.
 
@@ -341,10 +338,7 @@ def prepare_kernels(device: torch.device) -> Iterator[None]:
 
 
 def dispatched(
-    op: str,
-    function: Function,
-    judge: Callable[..., Call],
-    prepare: Callable[..., Mapping[str, Any]] | None = None,
+    op: str, function: Function, judge: Callable[..., Call], prepare: Callable[..., Mapping[str, Any]] | None = None
 ) -> Function:
     """Return the public function of an operation: it checks a call, chooses a backend, and runs it.
 

@@ -32,12 +32,7 @@ def cumulative_softmax_torch(x: Tensor, **call: Any) -> tuple[Tensor, Tensor | N
     # Packed segments are padded with zeros, which are valid logits: the second sequence marks the real tokens.
     real = None if call["cu_seqlens"] is None else torch.ones_like(x[:, :, :1, :1])
     return run_recurrence(
-        core,
-        (x, real),
-        state_shape=partial(empty_state, x=x),
-        output_dtype=x.dtype,
-        unpack=run_padded,
-        **call,
+        core, (x, real), state_shape=partial(empty_state, x=x), output_dtype=x.dtype, unpack=run_padded, **call
     )
 
 

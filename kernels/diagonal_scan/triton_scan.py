@@ -85,10 +85,7 @@ LAUNCHES: dict[tuple[int, int], dict[str, Walk]] = {
     }
     for width in (1, 2, 4, 8, 16, 32, 64)
 }
-LAUNCHES[4, 16] |= {
-    "forward": Walk(8, 2, 16, REGISTERS),
-    "forward_queued": Walk(16, 2, 4, REGISTERS_CROWDED),
-}
+LAUNCHES[4, 16] |= {"forward": Walk(8, 2, 16, REGISTERS), "forward_queued": Walk(16, 2, 4, REGISTERS_CROWDED)}
 SHORTEST_PART = 128
 FEWEST_PARTS = 4  # fewer would not make up for computing every part twice
 PREPARED = 64  # tokens of a program that prepares keys and queries

@@ -37,12 +37,7 @@ def _judge(
     return Call(projected.device, dtype, exporting=is_exporting(), sizes=sizes, mixed=mixed)
 
 
-@operation(
-    _judge,
-    triton="triton_pair",
-    limits={"N": TRITON_ENTRIES, "R": TRITON_RANKS + 1},
-    torch=longhorn_pair_torch,
-)
+@operation(_judge, triton="triton_pair", limits={"N": TRITON_ENTRIES, "R": TRITON_RANKS + 1}, torch=longhorn_pair_torch)
 def longhorn_pair(
     projected: Tensor,
     taps: Tensor,

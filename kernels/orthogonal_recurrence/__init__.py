@@ -31,14 +31,7 @@ def _check(op: str, objective: str, chunk_size: int = 1, initial_state: Any = ()
 
 
 _RECURRENCE = Recurrence(
-    {
-        "q": "B T H M",
-        "k": "B T H M",
-        "v": "B T H D",
-        "gamma": "B T H",
-        "g": "B T H",
-        "initial_state": "S H D M",
-    },
+    {"q": "B T H M", "k": "B T H M", "v": "B T H D", "gamma": "B T H", "g": "B T H", "initial_state": "S H D M"},
     values="v",
     mixed=("gamma", "g"),
     check=_check,

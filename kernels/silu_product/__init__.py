@@ -41,12 +41,7 @@ def silu_product_torch(x: Tensor, gate: Tensor, *, skip: Tensor | None, skip_wei
 
 @operation(_judge, triton="triton_product", torch=silu_product_torch)
 def silu_product(
-    x: Tensor,
-    gate: Tensor,
-    *,
-    skip: Tensor | None = None,
-    skip_weight: Tensor | None = None,
-    backend: str = "auto",
+    x: Tensor, gate: Tensor, *, skip: Tensor | None = None, skip_weight: Tensor | None = None, backend: str = "auto"
 ) -> Tensor:
     """A product gated by SiLU, which saves only its inputs for the backward pass.
 
