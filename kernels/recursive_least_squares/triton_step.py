@@ -86,8 +86,7 @@ def update_inverse(
 
     Without `u`, A stays unchanged. A `refresh_period` of 0 means no refresh. With `unit`, x is divided by its length.
     """
-    x, A, steps = channels_adjacent(x), A.contiguous(), steps.contiguous()
-    u = None if u is None else channels_adjacent(u)
+    x, u, A, steps = channels_adjacent(x), channels_adjacent(u), A.contiguous(), steps.contiguous()
     batch, heads, width, _ = A.shape
     y, A_after, steps_after = x.new_empty(x.shape, dtype=dtype), torch.empty_like(A), torch.empty_like(steps)
     block_k = next_power_of_2(width)

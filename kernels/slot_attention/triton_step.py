@@ -88,8 +88,7 @@ def slot_attention_step_triton(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns o [B, H, V] in v's dtype and the next state, [B, H, M, K] and [B, H, M, V] in float32."""
     q, k, v, g = channels_adjacent(q), channels_adjacent(k), channels_adjacent(v), channels_adjacent(g)
-    write = None if write is None else channels_adjacent(write)
-    keys, values = keys.contiguous(), values.contiguous()
+    write, keys, values = channels_adjacent(write), keys.contiguous(), values.contiguous()
     batch, heads, slots, key_dim = keys.shape
     value_dim = values.shape[3]
     output, keys_after, values_after = v.new_empty(v.shape), torch.empty_like(keys), torch.empty_like(values)
