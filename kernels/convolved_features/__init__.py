@@ -1,17 +1,19 @@
 """Queries, keys, values and write strengths of the delta rule, after a short convolution."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from longseq.kernels.convolved_features.features import convolved_features_reference, convolved_features_torch
+from longseq.kernels.convolved_features.features import convolved_features_torch
 from longseq.kernels.dispatch import Call, is_exporting
 from longseq.kernels.head_features import TRITON_WIDTH, check_features, count_values
 from longseq.kernels.operation import operation
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
-from longseq.kernels.short_convolution import judge_convolution
+from longseq.kernels.short_convolution import judge_convolution, short_convolution
+from longseq.kernels.short_convolution.reference import short_convolution_reference
 
 
 def _judge(
@@ -35,8 +37,8 @@ def _judge(
     _judge,
     triton="triton_features",
     limits={"K V": TRITON_WIDTH},
-    torch=convolved_features_torch,
-    reference=convolved_features_reference,
+    torch=partial(convolved_features_torch, partial(short_convolution, backend="torch")),
+    reference=partial(convolved_features_torch, short_convolution_reference),
 )
 def convolved_features(
     x: Tensor,
