@@ -12,8 +12,7 @@ from longseq.kernels.reading import Reverse
 from longseq.kernels.recursive_least_squares.chunk import recursive_least_squares_chunk
 from longseq.kernels.recursive_least_squares.reference import (
     InverseState,
-    counted,
-    first_state,
+    recursive_least_squares_reference,
     recursive_least_squares_step_torch,
 )
 
@@ -57,7 +56,7 @@ _RECURRENCE = Recurrence(
     triton="triton_least_squares",
     limits={"K": TRITON_WIDTH},
     torch=recursive_least_squares_chunk,
-    reference=_RECURRENCE.loop(counted(recursive_least_squares_step_torch), first_state),
+    reference=recursive_least_squares_reference,
     prepare=count_tokens,
 )
 def recursive_least_squares(

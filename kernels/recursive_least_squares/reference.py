@@ -1,12 +1,12 @@
 """Recursive least squares as its recurrence: the definition that every other form is compared with."""
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from longseq.kernels.recurrence import each
+from longseq.kernels.recurrence import Sequences, run_recurrence, run_segments, token
 
 # the matrix A [B, H, K, K] and the number of tokens that it has seen [B]
 InverseState = tuple[Tensor, Tensor]
@@ -23,20 +23,28 @@ def recursive_least_squares_step_torch(
     return y.to(x.dtype), (A, steps)
 
 
-def counted(step: Callable[..., tuple[Tensor, Any]]) -> Callable[..., tuple[Tensor, Any]]:
-    """A step at which tokens that do not count leave the state as it is."""
+def recursive_least_squares_reference(
+    x: Tensor, u: Tensor, *, count: Tensor, lambda0: float, refresh_period: int | None, refresh: float, chunk_size: int,
+    **call: Any,
+) -> tuple[Tensor, InverseState | None]:  # fmt: skip
+    """`recursive_least_squares`, one token at a time. `chunk_size` is ignored."""
 
-    def run(*, count: Tensor, lambda0: float, state: Any, **arguments: Any) -> tuple[Tensor, Any]:
-        def choose(new: Tensor, old: Tensor) -> Tensor:
-            return torch.where((count > 0).reshape(-1, *(1,) * (new.dim() - 1)), new, old)
+    def core(sequences: Sequences, state: InverseState) -> tuple[Tensor, InverseState]:
+        A, steps = state
+        seen = steps[:, None] + sequences[2].cumsum(1)
+        added = refresh_due(seen, sequences[2], refresh_period, refresh, A.dtype)
+        A, eye, outputs = symmetric(A), identity(A), []
+        for t in range(seen.shape[1]):
+            x_t, u_t, _ = token(sequences, t)
+            y_t, A = update(x_t.to(A.dtype), u_t.to(A.dtype), added[:, t], A, eye)
+            outputs.append(y_t)
+        return torch.stack(outputs, dim=1), (A, seen[:, -1])
 
-        output, after = step(state=state, **arguments)
-        return output, each(choose, after, state)
-
-    return run
+    first = partial(first_state, x=x, lambda0=lambda0)
+    return run_recurrence(core, (x, u, count), state_shape=first, output_dtype=x.dtype, unpack=run_segments, **call)
 
 
-def first_state(rows: int, dtype: torch.dtype, *, x: Tensor, lambda0: float, **_: Any) -> InverseState:
+def first_state(rows: int, dtype: torch.dtype, *, x: Tensor, lambda0: float) -> InverseState:
     """The state before the first token: A = I / lambda0 and no steps."""
     heads, width = x.shape[2:]
     eye = torch.eye(width, dtype=dtype, device=x.device) / lambda0

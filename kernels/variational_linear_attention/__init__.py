@@ -8,10 +8,10 @@ from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
 from longseq.kernels.recursive_least_squares import TRITON_WIDTH as INVERSE_WIDTH
 from longseq.kernels.recursive_least_squares import check_refresh, count_tokens
-from longseq.kernels.recursive_least_squares.reference import counted
 from longseq.kernels.variational_linear_attention.chunk import variational_linear_attention_chunk
 from longseq.kernels.variational_linear_attention.reference import (
     VariationalState,
+    counted_step,
     first_state,
     variational_linear_attention_step_torch,
 )
@@ -36,7 +36,7 @@ _RECURRENCE = Recurrence(
     triton="triton_variational",
     limits={"K": INVERSE_WIDTH, "V": TRITON_WIDTH},
     torch=variational_linear_attention_chunk,
-    reference=_RECURRENCE.loop(counted(variational_linear_attention_step_torch), first_state),
+    reference=_RECURRENCE.loop(counted_step, first_state),
     prepare=count_tokens,
 )
 def variational_linear_attention(

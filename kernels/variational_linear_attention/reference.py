@@ -7,6 +7,7 @@ from torch import Tensor
 
 from longseq.kernels.delta_rule.reference import delta_rule_step_torch
 from longseq.kernels.orthogonal_recurrence.reference import mend_squares
+from longseq.kernels.recurrence import each
 from longseq.kernels.recursive_least_squares.reference import first_state as first_inverse_state
 from longseq.kernels.recursive_least_squares.reference import recursive_least_squares_step_torch
 
@@ -33,9 +34,17 @@ def variational_linear_attention_step_torch(
     return o.to(v.dtype), (S, A, z, steps)
 
 
-def first_state(
-    rows: int, dtype: torch.dtype, *, k: Tensor, v: Tensor, lambda0: float, **_: Any
-) -> VariationalState:  # fmt: skip
+def counted_step(*, count: Tensor, lambda0: float, state: VariationalState, **token: Any) -> tuple[Tensor, Any]:
+    """A step at which tokens that do not count leave the state as it is."""
+
+    def choose(new: Tensor, old: Tensor) -> Tensor:
+        return torch.where((count > 0).reshape(-1, *(1,) * (new.dim() - 1)), new, old)
+
+    output, after = variational_linear_attention_step_torch(state=state, **token)
+    return output, each(choose, after, state)
+
+
+def first_state(rows: int, dtype: torch.dtype, *, k: Tensor, v: Tensor, lambda0: float, **_: Any) -> VariationalState:
     """The state before the first token, zero but for A = I / lambda0."""
     A, steps = first_inverse_state(rows, dtype, x=k, lambda0=lambda0)
     z = k.new_zeros((rows, *k.shape[2:]), dtype=dtype)
