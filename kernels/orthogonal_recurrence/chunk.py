@@ -272,9 +272,8 @@ def _ttt_backward(
 
 
 def _token(
-    state: Tensor, objective: str, unit: bool,
-    q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, decay: Tensor,
-) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
+    state: Tensor, objective: str, unit: bool, q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, decay: Tensor
+) -> tuple[Tensor, Tensor, list[Tensor]]:
     """One exact step: the output [R, 1, D], the next state [R, D, M], and what the backward needs of it.
 
     That is h, c (before it is divided by a length), a and, with N, the norms [R, 1, M] before it.
