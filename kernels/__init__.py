@@ -15,7 +15,11 @@ Operations over time share these arguments. `cu_seqlens` [N + 1] holds 0 and the
 batch is then 1, and states have N rows. With `reverse` sequences are read from their last token to their first: the
 initial state is the one behind the last token, and the final state the one at the first token. With
 reverse="second_half" the second half of the rows of the batch is read backward, and the first half forward.
-`chunk_size` changes speed and memory but not the result.
+`chunk_size` changes speed and memory but not the result. Arithmetic and states are float32, or float64 where an input
+is float64; the output has the type of the values (v, or x).
+
+Tensors that do not fit raise ValueError. So does a backend that is named and cannot run the call: the triton form of a
+step, for example, has no gradient.
 
 Rows of a batch, heads and packed sequences do not mix. The values of one, inf and NaN included, change no bit of the
 results of another, nor of its gradients; only gradients of parameters are sums over all. Along time inf and NaN reach
@@ -47,10 +51,7 @@ from longseq.kernels.silu_product import silu_product
 from longseq.kernels.slot_attention import slot_attention, slot_attention_step
 from longseq.kernels.token_choice import token_choice
 from longseq.kernels.token_loss import token_loss
-from longseq.kernels.variational_linear_attention import (
-    variational_linear_attention,
-    variational_linear_attention_step,
-)
+from longseq.kernels.variational_linear_attention import variational_linear_attention, variational_linear_attention_step
 
 __all__ = [
     "Packing",

@@ -11,11 +11,7 @@ from longseq.kernels.packing import check_borders
 
 
 def check_tensors(
-    op: str,
-    layouts: Mapping[str, tuple[Tensor | None, str]],
-    cu_seqlens: Tensor | None,
-    *,
-    mask: Tensor | None = None,
+    op: str, layouts: Mapping[str, tuple[Tensor | None, str]], cu_seqlens: Tensor | None, *, mask: Tensor | None = None
 ) -> dict[str, int]:
     """Check the tensors of a call against their layouts and return the size of each dimension by name.
 

@@ -63,6 +63,11 @@ def times(x: Tensor, decay: Tensor | None) -> Tensor:
     return x if decay is None else x * decay
 
 
+def sum_to(x: Tensor, gate: Tensor) -> Tensor:
+    """x [..., C, K] in the width of a gate, 1 or K: summed over the key channels that share the gate."""
+    return x.sum(-1, keepdim=True) if gate.shape[-1] == 1 else x
+
+
 def reverse_cumsum(x: Tensor) -> Tensor:
     """Sums over the rows from each one to the last; x [..., C, D]."""
     return x.flip(-2).cumsum(-2).flip(-2)

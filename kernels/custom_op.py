@@ -10,26 +10,22 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from longseq.kernels.once_differentiable import REMEDY, once_differentiable
-
 Gradients = tuple[Tensor | None, ...]
 Given = TypeVar("Given", Tensor, Tensor | None)
+# The remedy in errors about a derivative that an operation does not have.
+REMEDY = "backend='reference' has one (backend='torch', for operations on each token alone)"
 
 
-def custom_op(name: str, fake: Callable[..., Any] | None = None) -> Callable[[Callable[..., Any]], "CustomOp"]:
-    """Make an operation `longseq::name` of a function that changes none of its arguments; see `register_fake`."""
+def custom_op(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], "CustomOp"]:
+    """Make an operation `longseq::name` of a function that changes none of its arguments.
 
-    def make(function: Callable[..., Any]) -> CustomOp:
-        op = CustomOp(name, function)
-        if fake is not None:
-            op.register_fake(fake)
-        return op
-
-    return make
+    `fake` returns the shapes and types of the results, without values.
+    """
+    return lambda function: CustomOp(name, function, fake)
 
 
 def results_like(*places: int) -> Callable[..., Any]:
-    """A function for `register_fake`: the results are like the arguments at these places, and contiguous."""
+    """A fake for `custom_op`: the results are like the arguments at these places, and contiguous."""
 
     def allocate(*args: Any) -> Any:
         found = tuple([empty_like(args[place]) for place in places])
@@ -48,6 +44,26 @@ def records_gradient(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Make the backward method of an autograd.Function raise RuntimeError under `create_graph=True`.
+
+    torch's decorator of this name raises later, when the gradients are differentiated, and only if the incoming
+    gradient requires a gradient itself. The gradient of `loss.sum()` does not. A penalty on gradients would then be
+    zero without an error.
+    """
+
+    @wraps(backward)
+    def differentiate(ctx: Any, *gradients: Any) -> Any:
+        # torch.compile, which refuses second derivatives by itself, traces only this line.
+        if torch.compiler.is_compiling():
+            return backward(ctx, *gradients)
+        if torch.is_grad_enabled():
+            raise RuntimeError(f"create_graph=True: this operation has no second derivative; {REMEDY}")
+        return backward(ctx, *gradients)
+
+    return differentiate
+
+
 class CustomOp:
     """A function that torch.compile, torch.export, fake tensors and dispatch modes see as one operation.
 
@@ -56,16 +72,15 @@ class CustomOp:
     the function for torch's dispatcher, if it is another one.
     """
 
-    def __init__(self, name: str, function: Callable[..., Any], registered: Callable[..., Any] | None = None) -> None:
+    def __init__(
+        self, name: str, function: Callable[..., Any], fake: Callable[..., Any],
+        registered: Callable[..., Any] | None = None,
+    ) -> None:  # fmt: skip
         self.name = name
         self.function = function
         self.registered = torch.library.custom_op(f"longseq::{name}", mutates_args=())(registered or function)
-        self.differentiable: Any = None
-
-    def register_fake(self, fake: Callable[..., Any]) -> Callable[..., Any]:
-        """Register the function that returns the shapes and types of the results, without values."""
         self.registered.register_fake(fake)
-        return fake
+        self.differentiable: Any = None
 
     def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., Any]) -> None:
         """Register the gradient, as `torch.library.register_autograd` takes it. The gradient has no gradient itself."""
@@ -107,8 +122,7 @@ class CustomOp:
             registered: Callable[..., Any] = function
             if len(places) > 1:
                 registered, allocate = (_without_none(one, len(places), selects) for one in (function, allocate))
-            backward = CustomOp(f"{self.name}_backward", function, registered)
-            backward.register_fake(allocate)
+            backward = CustomOp(f"{self.name}_backward", function, allocate, registered)
 
             def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
                 kept = output[-1] if has_list else output[-outputs:] if outputs else ()

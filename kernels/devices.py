@@ -75,9 +75,9 @@ def contiguous(tensor: Given) -> Given:
     return None if tensor is None else tensor.contiguous()
 
 
-def channels_adjacent(tensor: Tensor) -> Tensor:
-    """The tensor with adjacent channels; batch and time may have any stride."""
-    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+def channels_adjacent(tensor: Given) -> Given:
+    """The tensor with adjacent channels; batch and time may have any stride. None for None."""
+    return tensor if tensor is None or tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
 
 def as_rows(tensor: Tensor) -> Tensor:

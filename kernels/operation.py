@@ -33,10 +33,10 @@ from longseq.kernels.dispatch import (
     select,
     unpacking_reasons,
 )
-from longseq.kernels.empty import run_empty
 from longseq.kernels.packing import Packing, check_tokens, is_checked, segment_bounds
 from longseq.kernels.precision import call_dtype, is_mixed
-from longseq.kernels.reading import Reverse, check_own_parameters, check_reverse
+from longseq.kernels.reading import Reverse, check_own_parameters, check_reverse, run_each_way
+from longseq.kernels.recurrence import run_empty, run_tokens
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -109,6 +109,48 @@ class Recurrence:
         dtype = next((x.dtype for x in states if x.dtype != torch.float32), torch.float32)
         wanted = torch.is_grad_enabled() and any([x.requires_grad for x in present.values()])
         return Call(states[0].device, dtype, exporting=is_exporting(), sizes=sizes, differentiated=wanted)
+
+    def loop(
+        self, step: Callable[..., tuple[Tensor, Any]], first: Callable[..., Any] | None = None
+    ) -> Callable[..., tuple[Tensor, Any]]:
+        """The backend `reference`: `step`, the one-token form in torch, at one token after another.
+
+        `first(rows, dtype, **arguments)` makes the first state, where that is not zero. `count` is a sequence, too.
+        """
+        names = [name for name, layout in self.layouts.items() if isinstance(layout, str) and layout.startswith("B T")]
+        parameters = {name: str(layout) for name, layout in self.layouts.items() if " | P " in layout}
+        states: Any = self.layouts["initial_state"]
+
+        def run(
+            *, initial_state: Any, output_final_state: bool, cu_seqlens: Tensor | None, reverse: Reverse,
+            chunk_size: Any = None, **options: Any,
+        ) -> tuple[Tensor, Any]:  # fmt: skip
+            sequences = {name: options.pop(name) for name in (*names, "count") if name in options}
+            call = {"output_final_state": output_final_state, "cu_seqlens": cu_seqlens}
+            own = {name: options[name] for name in parameters if _fitting(options[name], parameters[name])[0] == "P"}
+            if own:
+                shared = {name: x for name, x in options.items() if name not in own}
+                return run_each_way(run, own, sequences, initial_state=initial_state, reverse=reverse, **call, **shared)
+            values = sequences[self.values]
+            sizes: dict[str, int] = {}
+            for name in names:
+                if (x := sequences[name]) is not None:
+                    sizes.update(zip(_fitting(x, str(self.layouts[name])).split(), x.shape, strict=True))
+
+            def shape(layout: str) -> tuple[int, ...]:
+                return tuple([sizes[dim] for dim in layout.split()[1:]])
+
+            if first is not None:
+                state_shape: Any = partial(first, **sequences, **options)
+            else:
+                state_shape = shape(states) if isinstance(states, str) else tuple(map(shape, states.values()))
+            return run_tokens(
+                lambda token, state: step(**dict(zip(sequences, token, strict=True)), state=state, **options),
+                [*sequences.values()], initial_state=initial_state, output_dtype=values.dtype, reverse=reverse,
+                state_shape=state_shape, **call,
+            )  # fmt: skip
+
+        return run
 
     def _check(
         self, op: str, layouts: Layouts, arguments: Mapping[str, Any], cu_seqlens: Tensor | None
@@ -185,7 +227,10 @@ def operation(
             kernels = Later(f"{function.__module__}.{triton}", f"{op}_triton")
 
             def find_reasons(call: Call) -> list[str]:
-                return triton_reasons(call) + _limit_reasons(call, limits) + reasons(call)
+                found = triton_reasons(call)
+                for names, limit in (limits or {}).items():
+                    found += width_reasons(call, limit, *names.split())
+                return found + reasons(call)
 
             forms.append(Backend("triton", kernels, find_reasons))
         if reference is None:
@@ -199,11 +244,7 @@ def operation(
 
 
 def step(
-    recurrence: Recurrence,
-    *,
-    torch: Callable[..., Any],
-    held: tuple[str, ...] = (),
-    prepare: Callable[..., Mapping[str, Any]] | None = None,
+    recurrence: Recurrence, *, torch: Callable[..., Any], held: tuple[str, ...] = ()
 ) -> Callable[[Function], Function]:
     """Make the one-token form of an operation, called `<operation>_step`, of a function without a body.
 
@@ -212,28 +253,33 @@ def step(
     """
 
     def reasons(call: Call) -> list[str]:
-        return _step_reasons(call, held)
+        found = triton_reasons(call)
+        if call.dtype.itemsize == 2:
+            found.append(f"it keeps states in float32, and this one is {call.dtype} (cast it, or use backend='torch')")
+        if call.differentiated:
+            found.append("it has no gradient, and an input requires one (use backend='torch', or torch.no_grad())")
+        return found + width_reasons(call, TRITON_STEP_WIDTH, *held)
 
     def decorate(function: Function) -> Function:
         name = function.__name__
-        kernel = Later(f"{function.__module__}.triton_step", f"{name}_triton")
+        kernel: Callable[..., Any] = Later(f"{function.__module__}.triton_step", f"{name}_triton")
+        if not isinstance(recurrence.layouts["initial_state"], str):
+            kernel = _with_parts(kernel)
         register(name, Backend("triton", kernel, reasons), Backend("torch", torch), kind="step")
-        return dispatched(name, function, recurrence.judge_step, prepare)
+        return dispatched(name, function, recurrence.judge_step)
 
     return decorate
 
 
-def _limit_reasons(call: Call, limits: Mapping[str, int] | None) -> list[str]:
-    return [reason for names, limit in (limits or {}).items() for reason in width_reasons(call, limit, *names.split())]
+def _with_parts(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """A step whose state has several parts, from one that takes and returns them one after another."""
 
+    def run(**arguments: Any) -> tuple[Tensor, Any]:
+        flat = [part for x in arguments.values() for part in (x if isinstance(x, tuple) else (x,))]
+        output, *after = kernel(*flat)
+        return output, tuple(after)
 
-def _step_reasons(call: Call, held: tuple[str, ...]) -> list[str]:
-    reasons = triton_reasons(call)
-    if call.dtype in (torch.float16, torch.bfloat16):
-        reasons.append(f"it keeps states in float32, and this one is {call.dtype} (cast it, or use backend='torch')")
-    if call.differentiated:
-        reasons.append("it has no gradient, and an input requires one (use backend='torch', or torch.no_grad())")
-    return reasons + width_reasons(call, TRITON_STEP_WIDTH, *held)
+    return run
 
 
 _LATER: dict[tuple[str, str], "Later"] = {}
@@ -292,10 +338,7 @@ def prepare_kernels(device: torch.device) -> Iterator[None]:
 
 
 def dispatched(
-    op: str,
-    function: Function,
-    judge: Callable[..., Call],
-    prepare: Callable[..., Mapping[str, Any]] | None,
+    op: str, function: Function, judge: Callable[..., Call], prepare: Callable[..., Mapping[str, Any]] | None = None
 ) -> Function:
     """Return the public function of an operation: it checks a call, chooses a backend, and runs it.
 
@@ -357,16 +400,12 @@ def dispatched(
         run = choose(args, kwargs) if torch.compiler.is_compiling() else recall(args, kwargs)
         arguments = bind(args, kwargs)
         del arguments["backend"]
-        if is_recurrent and arguments["cu_seqlens"] is not None and not torch.compiler.is_compiling():
-            _check_values(arguments["cu_seqlens"], arguments[names[0]])
+        borders = arguments["cu_seqlens"] if is_recurrent else None
+        if borders is not None and not torch.compiler.is_compiling() and is_checked() and not is_exporting():
+            segment_bounds(borders, arguments[names[0]].shape[1])
         return run(**(arguments if prepare is None else prepare(**arguments)))
 
     return call  # type: ignore[return-value]
-
-
-def _check_values(cu_seqlens: Tensor, first: Tensor) -> None:
-    if is_checked() and not is_exporting():
-        segment_bounds(cu_seqlens, first.shape[1])
 
 
 def _look(parts: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 # With "1" the values of cu_seqlens are checked in every call of every backend: they must begin with 0, never fall, and
 # end with T. The check waits for the GPU. Without it the triton backend does not check them, and outputs of tokens that
@@ -135,36 +134,6 @@ class Packing:
 
     def __repr__(self) -> str:
         return f"Packing({self.count} sequences, {self.tokens} tokens, max_seqlen={self.max_seqlen})"
-
-
-def _flatten(packing: Packing) -> tuple[list[Any], tuple[int, int, int]]:
-    tensors = [packing.cu_seqlens, packing.sequence, packing.positions]
-    return tensors, (packing.tokens, packing.max_seqlen, packing.count)
-
-
-def _flatten_with_keys(packing: Packing) -> tuple[list[Any], tuple[int, int, int]]:
-    tensors, numbers = _flatten(packing)
-    names = ("cu_seqlens", "sequence", "positions")
-    return [(pytree.GetAttrKey(name), tensor) for name, tensor in zip(names, tensors, strict=True)], numbers
-
-
-def _unflatten(tensors: Any, numbers: Any) -> Packing:
-    borders, *places = tensors
-    packing = Packing.__new__(Packing)
-    packing.cu_seqlens, packing._found = borders, {}
-    packing.tokens, packing.max_seqlen, packing.count = numbers
-    packing.sequence, packing.positions = places
-    return packing
-
-
-# So that torch.export takes one as an argument.
-pytree.register_pytree_node(
-    Packing,
-    _flatten,
-    _unflatten,
-    serialized_type_name="longseq.kernels.packing.Packing",
-    flatten_with_keys_fn=_flatten_with_keys,
-)
 
 
 def pack_like(cu_seqlens: Tensor | Packing | None, x: Tensor) -> Packing | None:

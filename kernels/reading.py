@@ -1,6 +1,6 @@
 """The direction in which sequences are read: from the first token, from the last, or half of the batch each way."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -63,8 +63,21 @@ def half(x: Tensor, index: int) -> Tensor:
     return halves(x)[index]
 
 
-def run_each_way(run: Callable[[int], tuple[Tensor, Any]]) -> tuple[Tensor, Any]:
-    """Stack the rows that `run` returns for reading forward (0) and backward (1)."""
+def run_each_way(
+    form: Callable[..., tuple[Tensor, Any]], own: Mapping[str, Tensor | None], rows: Mapping[str, Tensor], *,
+    initial_state: Tensor | None, reverse: Reverse, **call: Any,
+) -> tuple[Tensor, Any]:  # fmt: skip
+    """Run a form for one direction twice: forward with the first of each of the parameters `own`, then backward.
+
+    Each run reads its half of `rows` and of the state. The results are stacked.
+    """
+
+    def run(i: int) -> tuple[Tensor, Any]:
+        state = None if initial_state is None else half(initial_state, i)
+        parameters = {name: None if x is None else x[i] for name, x in own.items()}
+        halved = {name: half(x, i) for name, x in rows.items()}
+        return form(**halved, **parameters, initial_state=state, reverse=bool(i), **call)
+
     (forward, ahead), (backward, behind) = run(0), run(1)
     return torch.cat((forward, backward)), None if ahead is None else torch.cat((ahead, behind))
 

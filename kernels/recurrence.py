@@ -29,7 +29,7 @@ def run_recurrence(
     core: Core,
     sequences: Sequences,
     initial_state: State | None,
-    state_shape: Sequence[int] | Callable[[int, torch.dtype], State],
+    state_shape: Sequence[Any] | Callable[[int, torch.dtype], State],
     *,
     output_dtype: torch.dtype,
     output_final_state: bool,
@@ -45,7 +45,7 @@ def run_recurrence(
     The state is float32, or float64 where an input is float64; integers of a state keep their type. The core computes
     in the state's type. The sequences keep their own type, so that a core saves no larger copies for its backward
     pass. The first sequence must be given. `state_shape` is the shape of a first state of zeros, without its leading
-    dimension; or a function of (rows, dtype) that makes another first state.
+    dimension; or the shapes of its parts; or a function of (rows, dtype) that makes another first state.
     """
     first = sequences[0]
     with without_autocast(first):
@@ -57,6 +57,8 @@ def run_recurrence(
             state = each(lambda x: x.to(dtype) if x.is_floating_point() else x, initial_state)
         elif callable(state_shape):
             state = state_shape(rows, dtype)
+        elif state_shape and isinstance(state_shape[0], tuple):
+            state = tuple([first.new_zeros((rows, *shape), dtype=dtype) for shape in state_shape])
         else:
             state = first.new_zeros((rows, *state_shape), dtype=dtype)
         if reverse:
@@ -73,6 +75,31 @@ def run_recurrence(
         if reverse:
             output = turn(output, reverse)
     return output.to(output_dtype), final_state if output_final_state else None
+
+
+FILL = 2  # rows in place of zero; even, because some calls read half of the rows in each direction
+
+
+def run_empty(run: Callable[..., Any], **arguments: Any) -> tuple[Any, ...]:
+    """Run an operation with `FILL` rows in place of zero, and cut its results to zero again."""
+    weight = arguments.get("weight")
+    # Weights of both directions read each row twice, and have a state for each reading.
+    readings = 2 if isinstance(weight, Tensor) and weight.dim() == 3 else 1
+
+    def fill(x: Any, rows: int = FILL) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        return x.detach() if x.shape[0] else x.new_ones((rows, *x.shape[1:]))
+
+    filled = {name: fill(x) for name, x in arguments.items()}
+    if filled["initial_state"] is not None:
+        filled["initial_state"] = each(lambda x: fill(x, readings * FILL), arguments["initial_state"])
+    *outputs, state = run(**filled)
+    tensors = [x for value in arguments.values() for x in (value if isinstance(value, tuple) else (value,))]
+    # All inputs get a gradient of zeros: in distributed training, ranks wait for the gradient of every parameter.
+    none = sum([x.sum() * 0 for x in tensors if isinstance(x, Tensor) and x.requires_grad])
+    outputs = [x[:0] if isinstance(none, int) else x[:0] + none.to(x.dtype) for x in outputs]
+    return (*outputs, None if state is None else each(lambda x: x[:0], state))
 
 
 # The lengths are values, and a graph of one packing serves no other: torch.compile would compile each batch anew.

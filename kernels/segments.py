@@ -10,14 +10,7 @@ SHORTEST_SEGMENT = 4  # chunks
 
 
 def find_span(
-    length: int,
-    walkers: int,
-    programs: int,
-    *,
-    fewest: int,
-    shortest: int,
-    least: int = 0,
-    at_once: bool = True,
+    length: int, walkers: int, programs: int, *, fewest: int, shortest: int, least: int = 0, at_once: bool = True
 ) -> int:
     """Return the length of a segment, in the unit of `length` (chunks or tokens); 0 where sequences are not cut.
 

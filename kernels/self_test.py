@@ -116,15 +116,21 @@ def longseq_self_test_verdict(
 
 def _find_verdict(test: "_Test", key: tuple[object, ...]) -> str | None:
     """The verdict about the kernels of a test, which runs unless another thread or process knows it."""
-    # A backward pass must not wait for the test of another thread, whose own backward pass may wait for this one.
-    if not _LOCK.acquire(blocking=not _is_inside_backward()):
-        return _say_untested("inside a backward pass")
+    untested = "their self-test has not run, and cannot {}: call the operation once before"
+    # A backward pass must not wait for the test of another thread, whose own backward pass may wait for this one. Nor
+    # for a test that begins now: the test's own backward pass would wait for this thread.
+    inside_backward = torch._C._current_graph_task_id() != -1
+    if not _LOCK.acquire(blocking=not inside_backward):
+        return untested.format("inside a backward pass")
     try:
         if key in _VERDICTS:
             return _VERDICTS[key]
         is_known = _is_known(test)
-        failure = None if is_known else _find_obstacle(test.device)
-        if failure is None:
+        if not is_known and test.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            failure: str | None = untested.format("while a CUDA graph is captured")
+        elif not is_known and inside_backward:
+            failure = untested.format("inside a backward pass")
+        else:
             failure = _VERDICTS[key] = None if is_known else _judge(test)
     finally:
         _LOCK.release()
@@ -212,24 +218,6 @@ def _judge(test: _Test) -> str | None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(record, indent=2), encoding="utf-8")
     return None
-
-
-def _find_obstacle(device: torch.device) -> str | None:
-    """The reason why no test can run at this moment, if there is one."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return _say_untested("while a CUDA graph is captured")
-    if _is_inside_backward():
-        # The test's own backward pass would wait for this thread, which waits for the test.
-        return _say_untested("inside a backward pass")
-    return None
-
-
-def _is_inside_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
-
-
-def _say_untested(when: str) -> str:
-    return f"their self-test has not run, and cannot {when}: call the operation once before"
 
 
 def _run_in_own_thread(find_error: Callable[[], str | None]) -> str | None:

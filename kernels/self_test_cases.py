@@ -110,10 +110,7 @@ TRIALS: dict[str, Trial] = {
     ),
     "convolved_features": Trial(
         {"H": 2, "K": 64, "V": 64, "W": 4},
-        (
-            *(stateless(variant, 70) for variant in ("plain", *FEATURE_MAPS)),
-            Case("plain", 70, kind="composed"),
-        ),
+        (*(stateless(variant, 70) for variant in ("plain", *FEATURE_MAPS)), Case("plain", 70, kind="composed")),
         mixed=("weight",),
         own_parameters=True,
     ),

@@ -227,11 +227,7 @@ def _linear_attention(sampler: InputSampler, variant: str) -> Inputs:
     heads, key_dim, value_dim = sampler.size(H=4 if grouped else 2, K=4, V=3)
     shape = (sampler.batch, sampler.tokens, heads)
     of_keys = (*shape[:2], *(sampler.size(G=max(heads // 2, 1)) if grouped else (heads,)), key_dim)
-    sequences = {
-        "q": sampler.normal(*of_keys),
-        "k": sampler.normal(*of_keys),
-        "v": sampler.normal(*shape, value_dim),
-    }
+    sequences = {"q": sampler.normal(*of_keys), "k": sampler.normal(*of_keys), "v": sampler.normal(*shape, value_dim)}
     if "plain" not in variant:
         width = {"channel": (key_dim,), "value": (value_dim,)}.get(variant.replace("extreme_", "").split("_")[0], ())
         gate = sampler.decays(*shape, *width) if "extreme" in variant else -sampler.uniform(*shape, *width)

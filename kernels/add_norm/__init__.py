@@ -4,14 +4,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from longseq.kernels.add_norm.norm import add_norm_torch
 from longseq.kernels.checks import check_shapes
 from longseq.kernels.dispatch import Call, is_exporting
 from longseq.kernels.operation import operation
-from longseq.kernels.precision import call_dtype, is_mixed
-
-__all__ = ["add_norm"]
+from longseq.kernels.precision import call_dtype, is_mixed, without_autocast
+from longseq.kernels.reading import halves
 
 TRITON_WIDTH = 8192  # of a row, which one program reads whole
 
@@ -36,6 +35,27 @@ def _judge(
     )
 
 
+def add_norm_torch(
+    x: Tensor, weight: Tensor, *, bias: Tensor | None, branch: Tensor | None, eps: float, centred: bool,
+    dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`add_norm` by torch's own functions, which accumulate in float32 whatever the type."""
+    if weight.dim() == 2:
+        forward, backward = halves(x)
+        _, forward = add_norm_torch(forward, weight[0], bias=None, branch=None, eps=eps, centred=centred, dtype=None)
+        _, backward = add_norm_torch(backward, weight[1], bias=None, branch=None, eps=eps, centred=centred, dtype=None)
+        return x, (forward + backward).to(dtype or x.dtype)
+    with without_autocast(x):
+        total = x if branch is None else x + branch
+        own = weight.to(total.dtype)
+        if centred:
+            y = functional.layer_norm(total, weight.shape, own, None if bias is None else bias.to(total.dtype), eps)
+        else:
+            y = functional.rms_norm(total, weight.shape, own, eps)
+            y = y if bias is None else y + bias.to(total.dtype)
+        return total, y.to(dtype or total.dtype)
+
+
 @operation(_judge, triton="triton_norm", limits={"D": TRITON_WIDTH}, torch=add_norm_torch)
 def add_norm(
     x: Tensor,
@@ -58,6 +78,4 @@ def add_norm(
     branch nor bias, x [2 B, ..., D] are two readings of one batch, and y [B, ..., D] is the sum of their norms, each by
     its own weight. Arithmetic is float32, or float64 for float64 inputs; s has the type that torch gives to x + branch,
     y has `dtype`, by default that of s. Returns (s, y).
-
-    Raises ValueError for tensors that do not fit and for a backend that cannot run them.
     """

@@ -138,7 +138,18 @@ def _prepare(
     )  # fmt: skip
 
 
-@custom_op("add_norm")
+def _like(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def _allocate(x, branch, weight, bias, eps, centred, dtype):
+    y = x.new_empty((x.shape[0] // 2, *x.shape[1:]), dtype=dtype) if weight.dim() == 2 else _like(x, dtype)
+    if branch is None:
+        return x.new_empty((0,)), y
+    return _like(x, torch.promote_types(x.dtype, branch.dtype)), y
+
+
+@custom_op("add_norm", _allocate)
 def add_norm(
     x: Tensor, branch: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, centred: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
@@ -146,7 +157,7 @@ def add_norm(
 
     For a weight [2, D], the first dimension of x holds two readings, one half each: y is the sum of their norms.
     """
-    total, y = _allocate(x, branch, weight, dtype)
+    total, y = _allocate(x, branch, weight, bias, eps, centred, dtype)
     rows, x_row = rows_of(x)
     branches, branch_row = (None, 0) if branch is None else rows_of(branch)
     width = x.shape[-1]
@@ -159,23 +170,15 @@ def add_norm(
     return total, y
 
 
-@add_norm.register_fake
-def _(x, branch, weight, bias, eps, centred, dtype):
-    return _allocate(x, branch, weight, dtype)
+def _allocate_gradients(total, weight, d_total, dy, eps, centred, has_bias, dtype, branch_dtype, weighs):
+    return (
+        _like(total, dtype),
+        total.new_empty((0,)) if branch_dtype is None else _like(total, branch_dtype),
+        weight.new_empty((1 + (has_bias or weight.dim() == 2), weight.shape[-1]) if weighs else 0),
+    )
 
 
-def _like(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
-
-
-def _allocate(x: Tensor, branch: Tensor | None, weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    y = x.new_empty((x.shape[0] // 2, *x.shape[1:]), dtype=dtype) if weight.dim() == 2 else _like(x, dtype)
-    if branch is None:
-        return x.new_empty((0,)), y
-    return _like(x, torch.promote_types(x.dtype, branch.dtype)), y
-
-
-@custom_op("add_norm_backward")
+@custom_op("add_norm_backward", _allocate_gradients)
 def add_norm_backward(
     total: Tensor, weight: Tensor, d_total: Tensor | None, dy: Tensor, eps: float, centred: bool, has_bias: bool,
     dtype: torch.dtype, branch_dtype: torch.dtype | None, weighs: bool,
@@ -214,15 +217,6 @@ def _prepare_backward(
         WEIGHS=weighs, **shape,
     )  # fmt: skip
     return launch, programs
-
-
-@add_norm_backward.register_fake
-def _(total, weight, d_total, dy, eps, centred, has_bias, dtype, branch_dtype, weighs):
-    return (
-        _like(total, dtype),
-        total.new_empty((0,)) if branch_dtype is None else _like(total, branch_dtype),
-        weight.new_empty((1 + (has_bias or weight.dim() == 2), weight.shape[-1]) if weighs else 0),
-    )
 
 
 def _setup_context(ctx, inputs, output):

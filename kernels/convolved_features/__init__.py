@@ -1,19 +1,19 @@
 """Queries, keys, values and write strengths of the delta rule, after a short convolution."""
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from longseq.kernels.convolved_features.features import convolved_features_reference, convolved_features_torch
+from longseq.kernels.convolved_features.features import convolved_features_torch
 from longseq.kernels.dispatch import Call, is_exporting
 from longseq.kernels.head_features import TRITON_WIDTH, check_features, count_values
 from longseq.kernels.operation import operation
 from longseq.kernels.packing import Packing
-from longseq.kernels.precision import call_dtype, is_mixed
 from longseq.kernels.reading import Reverse
-from longseq.kernels.short_convolution import check_convolution
-
-__all__ = ["convolved_features"]
+from longseq.kernels.short_convolution import judge_convolution, short_convolution
+from longseq.kernels.short_convolution.reference import short_convolution_reference
 
 
 def _judge(
@@ -21,36 +21,24 @@ def _judge(
     initial_state: Tensor | None, cu_seqlens: Tensor | None, mask: Tensor | None, reverse: Reverse, **_: Any,
 ) -> Call:  # fmt: skip
     check_features(feature_map, key_norm)
-    own = weight.dim() == 3
-    sizes = check_convolution(
-        op,
-        {
-            "x": (x, "B T P"),
-            "weight": (weight, "R C W" if own else "C W"),
-            "initial_state": (initial_state, "2B C W-1" if own else "S C W-1"),
-        },
-        cu_seqlens,
-        mask,
-        reverse,
-    )
-    values = count_values(op, sizes["C"], num_heads, key_dim)
-    if not is_exporting() and sizes["P"] < sizes["C"] + num_heads:
+    call = judge_convolution(op, x, weight, None, initial_state, cu_seqlens, mask, reverse, "B T I")
+    channels = call.sizes["D"]
+    values = count_values(op, channels, num_heads, key_dim)
+    if not is_exporting() and call.sizes["I"] < channels + num_heads:
         raise ValueError(
-            f"{op}: x has {sizes['P']} channels, fewer than the {sizes['C']} of weight and a logit per head"
+            f"{op}: x has {call.sizes['I']} channels, fewer than the {channels} of weight and a logit per head"
         )
-    sizes = {**sizes, "H": num_heads, "K": key_dim, "V": values}
-    dtype, mixed = call_dtype(x, initial_state), is_mixed(x, weight)
     # With a state or a mask other kernels run: those of the two separate operations.
     kind = "" if initial_state is None and mask is None else "composed"
-    return Call(x.device, dtype, cu_seqlens is not None, is_exporting(), sizes, reverse=reverse, mixed=mixed, kind=kind)
+    return replace(call, sizes={**call.sizes, "H": num_heads, "K": key_dim, "V": values}, kind=kind)
 
 
 @operation(
     _judge,
     triton="triton_features",
     limits={"K V": TRITON_WIDTH},
-    torch=convolved_features_torch,
-    reference=convolved_features_reference,
+    torch=partial(convolved_features_torch, partial(short_convolution, backend="torch")),
+    reference=partial(convolved_features_torch, short_convolution_reference),
 )
 def convolved_features(
     x: Tensor,
@@ -81,6 +69,4 @@ def convolved_features(
     H, V]; β [B, T, H]; states [B, C, W-1]. With weight [2, C, W] and reverse="second_half" q, k, v, β and the states
     have 2 B rows. q, k and v have x's dtype; arithmetic, β and state are float32, or float64 for float64 inputs.
     Returns (q, k, v, β, final state or None).
-
-    Raises ValueError for inputs that do not fit and for a backend that cannot run them.
     """

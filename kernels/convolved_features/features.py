@@ -1,31 +1,19 @@
 """The short convolution and the features of queries, keys and values, as two operations in turn."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from longseq.kernels.head_features.features import head_features_torch
 from longseq.kernels.precision import compute_dtype
-from longseq.kernels.short_convolution import short_convolution
-from longseq.kernels.short_convolution.reference import short_convolution_reference
 
 
-def convolved_features_torch(x: Tensor, weight: Tensor, **options: Any) -> tuple[Tensor | None, ...]:
-    """`convolved_features` by torch's convolution."""
-    return _compose(partial(short_convolution, backend="torch"), x, weight, **options)
-
-
-def convolved_features_reference(x: Tensor, weight: Tensor, **options: Any) -> tuple[Tensor | None, ...]:
-    """`convolved_features` whose convolution takes one token at a time."""
-    return _compose(short_convolution_reference, x, weight, **options)
-
-
-def _compose(
+def convolved_features_torch(
     convolve: Callable[..., tuple[Tensor, Tensor | None]], x: Tensor, weight: Tensor, *, num_heads: int, key_dim: int,
     feature_map: str, key_norm: str, initial_state: Tensor | None, **options: Any,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """`convolved_features` by a form of the short convolution."""
     channels = weight.shape[-2]
     mixed, logits = x[..., : channels + num_heads].to(compute_dtype(x, initial_state)).split([channels, num_heads], -1)
     y, final_state = convolve(mixed, weight, None, activation=None, initial_state=initial_state, **options)

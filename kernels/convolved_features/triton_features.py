@@ -406,11 +406,6 @@ def _find_reach(x: Tensor, cu_seqlens: Tensor | None, reverse: int) -> Tensor | 
     return None if reach is None else reach[int(reverse > 0)]
 
 
-def _are_too_wide(key_dim: int, width: int) -> bool:
-    """True if the heads or the convolution are too wide for one program."""
-    return _warps(max(WARP, next_power_of_2(key_dim)), width) > LARGEST_WARPS
-
-
 def _find_constants(
     weight: Tensor, cu_seqlens: Tensor | None, feature_map: str, l1: bool, reverse: int
 ) -> dict[str, int]:  # fmt: skip
@@ -491,7 +486,8 @@ def convolved_features_triton(
     """
     cu_seqlens = borders_on(x.device, cu_seqlens)
     channels, width = weight.shape[-2:]
-    if mask is not None or initial_state is not None or _are_too_wide(key_dim, width):
+    is_wide = _warps(max(WARP, next_power_of_2(key_dim)), width) > LARGEST_WARPS
+    if mask is not None or initial_state is not None or is_wide:
         # One split, so that its gradient is one copy.
         mixed, logits, _ = x.split([channels, num_heads, x.shape[-1] - channels - num_heads], -1)
         y, final = short_convolution_triton(

@@ -3,21 +3,20 @@
 from torch import Tensor
 
 from longseq.kernels.cumulative_softmax.chunk import cumulative_softmax_torch
-from longseq.kernels.cumulative_softmax.reference import (
-    NOTHING,
-    cumulative_softmax_reference,
-    cumulative_softmax_step_torch,
-)
+from longseq.kernels.cumulative_softmax.reference import cumulative_softmax_step_torch, empty_state
 from longseq.kernels.operation import Recurrence, operation, step
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
 
-__all__ = ["NOTHING", "cumulative_softmax", "cumulative_softmax_step"]
-
 _RECURRENCE = Recurrence({"x": "B T H M", "initial_state": "S H M"}, values="x")
 
 
-@operation(_RECURRENCE.judge, torch=cumulative_softmax_torch, reference=cumulative_softmax_reference)
+def _step(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    # A token's logits lie side by side: of strided numbers, torch rounds functions otherwise on some processors.
+    return cumulative_softmax_step_torch(x.contiguous(), state)
+
+
+@operation(_RECURRENCE.judge, torch=cumulative_softmax_torch, reference=_RECURRENCE.loop(_step, first=empty_state))
 def cumulative_softmax(
     x: Tensor,
     *,
@@ -38,13 +37,9 @@ def cumulative_softmax(
 
     Shapes: x, g [B, T, H, M]; states z [B, H, M].
 
-    Packing, direction, inf and NaN: see `longseq.kernels`.
-
-    Precision: arithmetic and state are float32, or float64 for float64 inputs; g has x's dtype.
+    Packing, direction, precision, inf and NaN: see `longseq.kernels`.
 
     Returns (g, final state or None).
-
-    Raises ValueError for inputs that do not fit and for a backend that cannot run them.
 
     Source: the write strengths of Peng et al. 2022, "ABC: Attention with Bounded-memory Control", for causal attention.
     """
@@ -55,7 +50,4 @@ def cumulative_softmax_step(x: Tensor, state: Tensor, *, backend: str = "auto") 
     """One token of `cumulative_softmax`: x and state [B, H, M].
 
     Returns g [B, H, M] in x's dtype and the next state, in the state's own dtype.
-
-    Raises ValueError for tensors that do not fit and for a backend that cannot run them: the triton backend has no
-    gradient.
     """

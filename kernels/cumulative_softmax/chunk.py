@@ -9,8 +9,8 @@ from torch.nn import functional
 
 from longseq.kernels.chunks import scan
 from longseq.kernels.cumulative_softmax.reference import NOTHING, empty_state
+from longseq.kernels.custom_op import once_differentiable
 from longseq.kernels.dispatch import is_exporting
-from longseq.kernels.once_differentiable import once_differentiable
 from longseq.kernels.precision import without_autocast
 from longseq.kernels.recurrence import Sequences, run_padded, run_recurrence
 
@@ -32,12 +32,7 @@ def cumulative_softmax_torch(x: Tensor, **call: Any) -> tuple[Tensor, Tensor | N
     # Packed segments are padded with zeros, which are valid logits: the second sequence marks the real tokens.
     real = None if call["cu_seqlens"] is None else torch.ones_like(x[:, :, :1, :1])
     return run_recurrence(
-        core,
-        (x, real),
-        state_shape=partial(empty_state, x),
-        output_dtype=x.dtype,
-        unpack=run_padded,
-        **call,
+        core, (x, real), state_shape=partial(empty_state, x=x), output_dtype=x.dtype, unpack=run_padded, **call
     )
 
 

@@ -38,8 +38,7 @@ def cumulative_softmax_step_triton(x: Tensor, state: Tensor) -> tuple[Tensor, Te
     """Returns g [B, H, M] in x's dtype and the next state [B, H, M] in float32."""
     x, state = x.contiguous(), state.contiguous()
     output, after = torch.empty_like(x), torch.empty_like(state)
-    find_launch(
-        _step, x.device, cdiv(x.numel(), BLOCK), (x.numel(),),
-        BLOCK=BLOCK, **launch_options(WARPS),
-    )(x, state, output, after)  # fmt: skip
+    find_launch(_step, x.device, cdiv(x.numel(), BLOCK), (x.numel(),), BLOCK=BLOCK, **launch_options(WARPS))(
+        x, state, output, after
+    )
     return output, after

@@ -5,13 +5,11 @@ from typing import Any
 from torch import Tensor
 
 from longseq.kernels.delta_rule.chunk import delta_rule_chunk
-from longseq.kernels.delta_rule.reference import delta_rule_reference, delta_rule_step_torch
+from longseq.kernels.delta_rule.reference import delta_rule_step_torch
 from longseq.kernels.dispatch import Call
 from longseq.kernels.operation import Recurrence, operation, step
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
-
-__all__ = ["delta_rule", "delta_rule_step"]
 
 TRITON_WIDTH = 256  # rows and columns of a state
 TRITON_CHANNELS = 128  # rows, for calls of the kind "channels"
@@ -59,7 +57,7 @@ _RECURRENCE = Recurrence(
     limits={"K V": TRITON_WIDTH},
     reasons=_triton_reasons,
     torch=delta_rule_chunk,
-    reference=delta_rule_reference,
+    reference=_RECURRENCE.loop(delta_rule_step_torch),
 )
 def delta_rule(
     q: Tensor,
@@ -92,15 +90,9 @@ def delta_rule(
     Shapes: q, k, write_key, value_key [B, T, H, K]; v, o [B, T, H, V]; beta [B, T, H]; g [B, T, H], or [B, T, H, K] for
     a decay of each key channel, with g <= 0 (a log); states [B, H, K, V].
 
-    Packing, direction, inf and NaN: see `longseq.kernels`.
+    Packing, direction, precision, inf and NaN: see `longseq.kernels`.
 
-    Precision: arithmetic and state are float32, or float64 for float64 inputs; o has v's dtype.
-
-    `chunk_size`, a power of two, changes speed and memory but not the result.
-
-    Returns (o, final state or None).
-
-    Raises ValueError for inputs that do not fit and for a backend that cannot run them.
+    Returns (o, final state or None). `chunk_size` is a power of two.
 
     Source: Yang et al. 2024, "Parallelizing Linear Transformers with the Delta Rule over Sequence Length", eq. 1 to 11;
     decay per head: Yang et al. 2024, "Gated Delta Networks", eq. 10; per key channel: Kimi Team 2025, "Kimi Linear";
@@ -127,7 +119,4 @@ def delta_rule_step(
     [B, H, K]; state [B, H, K, V].
 
     Returns o [B, H, V] in v's dtype and the next state, in the state's own dtype.
-
-    Raises ValueError for tensors that do not fit and for a backend that cannot run them: the triton backend has no
-    gradient.
     """

@@ -37,11 +37,12 @@ from longseq.kernels.chunks import (
     reverse_cumsum,
     scan,
     split_chunks,
+    sum_to,
     times,
     unit_lower_inverse,
 )
+from longseq.kernels.custom_op import once_differentiable
 from longseq.kernels.dispatch import is_exporting
-from longseq.kernels.once_differentiable import once_differentiable
 from longseq.kernels.precision import without_autocast
 from longseq.kernels.recurrence import Sequences, run_padded, run_recurrence
 
@@ -305,9 +306,9 @@ def _backward(
         writes = d_write * write_until
         if m is not None:
             writes += d_a * times(a, until)
-        d_gate = _sum_to(reverse_cumsum(d_query * query_since) + (later_sum if before else reverse_cumsum)(reads), gate)
-        d_gate += _sum_to(earlier_sum(writes), gate)
-        d_gate += _sum_to((states * d_after).sum(-1).unsqueeze(-2), gate) * whole.mT
+        d_gate = sum_to(reverse_cumsum(d_query * query_since) + (later_sum if before else reverse_cumsum)(reads), gate)
+        d_gate += sum_to(earlier_sum(writes), gate)
+        d_gate += sum_to((states * d_after).sum(-1).unsqueeze(-2), gate) * whole.mT
     d_query, d_key, d_write = times(d_query, since), times(d_key, since_read), times(d_write, until)
 
     _add_pairs((d_out @ u.mT).tril_(), query, write, *decays, d_query, d_write, d_gate)
@@ -332,11 +333,6 @@ def _backward(
         None if g is None else join_like(d_gate, g),
         d_state.unflatten(0, (k.shape[0], -1)),
     )
-
-
-def _sum_to(x: Tensor, gate: Tensor) -> Tensor:
-    """x [..., C, K] in the width of a gate, 1 or K."""
-    return x.sum(-1, keepdim=True) if gate.shape[-1] == 1 else x
 
 
 def _add_pairs(d_pairs: Tensor, x: Tensor, p: Tensor, g: Any, between: Any, d_x: Tensor, d_p: Tensor, d_g: Any) -> None:

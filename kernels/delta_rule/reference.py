@@ -1,10 +1,6 @@
 """The delta rule as its recurrence: the definition that every other form is compared with."""
 
-from typing import Any
-
 from torch import Tensor
-
-from longseq.kernels.recurrence import run_tokens
 
 
 def delta_rule_step_torch(
@@ -27,20 +23,3 @@ def delta_rule_step_torch(
         state = state - write[..., None] * read[..., None, :] + value_key.to(dtype)[..., None] * value[..., None, :]
     o = scale * (state * q[..., None]).sum(-2)
     return o.to(v.dtype), state
-
-
-def delta_rule_reference(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, *, write_key: Tensor | None, value_key: Tensor | None,
-    g: Tensor | None, read_before_decay: bool, scale: float, chunk_size: int, **call: Any,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """`delta_rule`, one token at a time. `chunk_size` is ignored."""
-
-    def step(token: list[Any], state: Tensor) -> tuple[Tensor, Tensor]:
-        q, k, v, beta, write, added, gate = token
-        return delta_rule_step_torch(
-            q, k, v, state, beta, write_key=write, value_key=added, g=gate, read_before_decay=read_before_decay,
-            scale=scale,
-        )  # fmt: skip
-
-    shape = *k.shape[2:], v.shape[3]
-    return run_tokens(step, (q, k, v, beta, write_key, value_key, g), state_shape=shape, output_dtype=v.dtype, **call)

@@ -67,10 +67,9 @@ def delta_rule_step_triton(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns o [B, H, V] in v's dtype and the next state [B, H, K, V] in float32."""
     q, k, v, state = channels_adjacent(q), channels_adjacent(k), channels_adjacent(v), state.contiguous()
-    write_key, value_key = (None if x is None else channels_adjacent(x) for x in (write_key, value_key))
+    write_key, value_key = channels_adjacent(write_key), channels_adjacent(value_key)
     gate = "" if g is None else "head" if g.dim() == 2 else "channel"
-    if g is not None and gate == "channel":
-        g = channels_adjacent(g)
+    g = channels_adjacent(g) if gate == "channel" else g
     batch, heads, key_dim, value_dim = state.shape
     output, after = v.new_empty(v.shape), torch.empty_like(state)
     tile = column_tile(key_dim, value_dim)

@@ -3,17 +3,10 @@
 from torch import Tensor
 
 from longseq.kernels.diagonal_scan.chunk import longhorn_scan_chunk, selective_scan_chunk
-from longseq.kernels.diagonal_scan.reference import (
-    longhorn_scan_reference,
-    longhorn_scan_step_torch,
-    selective_scan_reference,
-    selective_scan_step_torch,
-)
+from longseq.kernels.diagonal_scan.reference import longhorn_scan_step_torch, selective_scan_step_torch
 from longseq.kernels.operation import Recurrence, operation, step
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
-
-__all__ = ["longhorn_scan", "longhorn_scan_step", "selective_scan", "selective_scan_step"]
 
 TRITON_ENTRIES = 64  # of a row of the state, which is held in registers
 
@@ -32,7 +25,7 @@ _SELECTIVE = Recurrence(
     triton="triton_scan",
     limits={"N": TRITON_ENTRIES},
     torch=longhorn_scan_chunk,
-    reference=longhorn_scan_reference,
+    reference=_LONGHORN.loop(longhorn_scan_step_torch),
 )
 def longhorn_scan(
     x: Tensor,
@@ -43,7 +36,6 @@ def longhorn_scan(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | Packing | None = None,
-    chunk_size: int | None = None,
     reverse: Reverse = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
@@ -57,15 +49,9 @@ def longhorn_scan(
 
     Shapes: x, beta, o [B, T, D]; q, k [B, T, N], shared by the channels; states [B, D, N].
 
-    Packing, direction, inf and NaN: see `longseq.kernels`.
-
-    Precision: arithmetic and state are float32, or float64 for float64 inputs; o has x's dtype.
-
-    `chunk_size` (None: chosen from the sizes) changes speed and memory but not the result.
+    Packing, direction, precision, inf and NaN: see `longseq.kernels`.
 
     Returns (o, final state or None).
-
-    Raises ValueError for inputs that do not fit and for a backend that cannot run them.
 
     Source: Liu et al. 2024, "Longhorn: State Space Models are Amortized Online Learners", eq. 7.
     """
@@ -76,7 +62,7 @@ def longhorn_scan(
     triton="triton_scan",
     limits={"N": TRITON_ENTRIES},
     torch=selective_scan_chunk,
-    reference=selective_scan_reference,
+    reference=_SELECTIVE.loop(selective_scan_step_torch),
 )
 def selective_scan(
     x: Tensor,
@@ -88,7 +74,6 @@ def selective_scan(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | Packing | None = None,
-    chunk_size: int | None = None,
     reverse: Reverse = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
@@ -102,16 +87,10 @@ def selective_scan(
     Shapes: x, delta, o [B, T, D] with delta >= 0; A [D, N] with A <= 0; B, C [B, T, N], shared by the channels; states
     [B, D, N].
 
-    Packing, direction, inf and NaN: see `longseq.kernels`. With reverse="second_half" A may be [2, D, N], one for
-    each half of the rows.
-
-    Precision: arithmetic and state are float32, or float64 for float64 inputs; o has x's dtype.
-
-    `chunk_size` (None: chosen from the sizes) changes speed and memory but not the result.
+    Packing, direction, precision, inf and NaN: see `longseq.kernels`. With reverse="second_half" A may be
+    [2, D, N], one for each half of the rows.
 
     Returns (o, final state or None).
-
-    Raises ValueError for inputs that do not fit and for a backend that cannot run them.
 
     Source: Gu and Dao 2023, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces", Algorithm 2, with the
     authors' simplification delta B of the discretised B.
@@ -125,9 +104,6 @@ def longhorn_scan_step(
     """One token of `longhorn_scan`: x, beta [B, D]; q, k [B, N]; state [B, D, N].
 
     Returns o [B, D] in x's dtype and the next state, in the state's own dtype.
-
-    Raises ValueError for tensors that do not fit and for a backend that cannot run them: the triton backend has no
-    gradient.
     """
 
 
@@ -138,7 +114,4 @@ def selective_scan_step(
     """One token of `selective_scan`: x, delta [B, D]; A [D, N]; B, C [B, N]; state [B, D, N].
 
     Returns o [B, D] in x's dtype and the next state, in the state's own dtype.
-
-    Raises ValueError for tensors that do not fit and for a backend that cannot run them: the triton backend has no
-    gradient.
     """

@@ -16,10 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longseq.kernels.chunks import balanced_chunk_size, scan
-from longseq.kernels.diagonal_scan.reference import finite_rates, scan_each_way
+from longseq.kernels.custom_op import once_differentiable
+from longseq.kernels.diagonal_scan.reference import finite_rates
 from longseq.kernels.dispatch import is_exporting
-from longseq.kernels.once_differentiable import once_differentiable
 from longseq.kernels.precision import without_autocast
+from longseq.kernels.reading import run_each_way
 from longseq.kernels.recurrence import Sequences, run_padded, run_recurrence
 
 # How many numbers one step should work on: enough to hide the cost of a launch, few enough to stay in a cache.
@@ -36,18 +37,18 @@ def selective_scan_chunk(
 ) -> tuple[Tensor, Tensor | None]:
     """`selective_scan` in two levels; saves its inputs and the states at the chunks' starts for the backward."""
     if A.dim() == 3 and not is_exporting():
-        return scan_each_way(selective_scan_chunk, x, delta, A, B, C, **call)
+        return run_each_way(selective_scan_chunk, {"A": A}, {"x": x, "delta": delta, "B": B, "C": C}, **call)
     return _scan(x, delta, B, C, A, **call)
 
 
 def _scan(
-    x: Tensor, rate: Tensor, key: Tensor, query: Tensor, A: Tensor | None, *, chunk_size: int | None, **call: Any
+    x: Tensor, rate: Tensor, key: Tensor, query: Tensor, A: Tensor | None, **call: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Mamba's scan, for which `rate` is delta, or without A Longhorn's, for which it is beta."""
 
     def core(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
         if not is_exporting():
-            return _DiagonalScan.apply(*sequences, A, state, chunk_size)
+            return _DiagonalScan.apply(*sequences, A, state)
         x, step, key, query = (sequence.to(state.dtype) for sequence in sequences)
         loop, rates = _scripted if torch.jit.is_tracing() else _exported, None
         if A is None:
@@ -127,8 +128,8 @@ def _token(
 
 class _DiagonalScan(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, rate, key, query, A, state, chunk_size):
-        ctx.layout = layout = _Layout.choose(x, state, chunk_size)
+    def forward(ctx, x, rate, key, query, A, state):
+        ctx.layout = layout = _Layout.choose(x, state)
         output, starts, final = _forward(layout, _split(layout, x, rate, key, query, A, state.dtype), state)
         ctx.save_for_backward(x, rate, key, query, A, starts)
         # No view: torch.compile of torch 2.11 loses the gradient of a first output that is one.
@@ -139,7 +140,7 @@ class _DiagonalScan(torch.autograd.Function):
     def backward(ctx, d_output, d_final):
         x, rate, key, query, A, starts = ctx.saved_tensors
         with without_autocast(d_final):
-            return *_backward(ctx.layout, x, rate, key, query, A, starts, d_output, d_final), None
+            return _backward(ctx.layout, x, rate, key, query, A, starts, d_output, d_final)
 
 
 @dataclass(frozen=True)
@@ -153,10 +154,10 @@ class _Layout:
     blocks: int
 
     @classmethod
-    def choose(cls, x: Tensor, state: Tensor, chunk_size: int | None) -> "_Layout":
+    def choose(cls, x: Tensor, state: Tensor) -> "_Layout":
         """Chunks of about √T tokens; as many lanes as a step of this device can use."""
         batch, tokens, _ = x.shape
-        length = min(tokens, balanced_chunk_size(tokens) if chunk_size is None else chunk_size)
+        length = min(tokens, balanced_chunk_size(tokens))
         chunks = -(-tokens // length)
         width = _NUMBERS_PER_STEP.get(x.device.type, _NUMBERS_PER_STEP["cuda"])
         lanes = max(1, min(chunks, width // state.numel()))

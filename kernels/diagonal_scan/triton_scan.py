@@ -85,10 +85,7 @@ LAUNCHES: dict[tuple[int, int], dict[str, Walk]] = {
     }
     for width in (1, 2, 4, 8, 16, 32, 64)
 }
-LAUNCHES[4, 16] |= {
-    "forward": Walk(8, 2, 16, REGISTERS),
-    "forward_queued": Walk(16, 2, 4, REGISTERS_CROWDED),
-}
+LAUNCHES[4, 16] |= {"forward": Walk(8, 2, 16, REGISTERS), "forward_queued": Walk(16, 2, 4, REGISTERS_CROWDED)}
 SHORTEST_PART = 128
 FEWEST_PARTS = 4  # fewer would not make up for computing every part twice
 PREPARED = 64  # tokens of a program that prepares keys and queries
@@ -328,12 +325,9 @@ def selective_scan_triton(
 
 def _scan(
     x: Tensor, rate: Tensor, key: Tensor, query: Tensor, A: Tensor | None, *, initial_state: Tensor | None,
-    output_final_state: bool, cu_seqlens: Tensor | None, chunk_size: int | None, reverse: Reverse,
+    output_final_state: bool, cu_seqlens: Tensor | None, reverse: Reverse,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """`diagonal_scan` for A and states in the user's layout, [D, N] or [2, D, N] and [B or segments, D, N].
-
-    `chunk_size` is ignored: the kernels take token after token.
-    """
+    """`diagonal_scan` for A and states in the user's layout, [D, N] or [2, D, N] and [B or segments, D, N]."""
     save = records_gradient(x, rate, key, query, A, initial_state)
     entries = key.shape[2]
     spare = (0, 0, 0, next_power_of_2(entries) - entries)

@@ -8,8 +8,6 @@ from longseq.kernels.head_features.features import FEATURE_MAPS, KEY_NORMS, has_
 from longseq.kernels.operation import operation
 from longseq.kernels.precision import call_dtype, is_mixed
 
-__all__ = ["FEATURE_MAPS", "KEY_NORMS", "check_features", "head_features"]
-
 TRITON_WIDTH = 8192  # channels of a head, which one program reads whole
 
 
@@ -68,6 +66,4 @@ def head_features(
     β [..., H]. x may be two readings [2 B, ...] of the batch that logits [B, ...] belong to: β then has 2 B rows.
     Arithmetic is float32, or float64 for float64 inputs; q, k and v have x's dtype, β that of the arithmetic. Returns
     (q, k, v), with logits (q, k, v, β).
-
-    Raises ValueError for tensors that do not fit and for a backend that cannot run.
     """

@@ -15,15 +15,11 @@ FEATURE_MAPS = {
 EPS = 1e-6  # under the root of a norm: gradients of features near zero are at most a thousand times the incoming ones
 
 
-def _squared_l2(feature: Tensor) -> Tensor:
-    return feature.square().sum(-1, keepdim=True)
-
-
-def _squared_l1(feature: Tensor) -> Tensor:
-    return feature.abs().sum(-1, keepdim=True).square()
-
-
-KEY_NORMS = {"l2": _squared_l2, "l1": _squared_l1}
+# Squared norms of the features of heads.
+KEY_NORMS = {
+    "l2": lambda feature: feature.square().sum(-1, keepdim=True),
+    "l1": lambda feature: feature.abs().sum(-1, keepdim=True).square(),
+}
 
 
 def unit_torch(feature: Tensor, norm: str) -> Tensor:

@@ -34,11 +34,12 @@ from longseq.kernels.chunks import (
     reverse_cumsum,
     scan,
     split_chunks,
+    sum_to,
     times,
 )
+from longseq.kernels.custom_op import once_differentiable
 from longseq.kernels.dispatch import is_exporting
 from longseq.kernels.linear_attention.reference import repeat_keys
-from longseq.kernels.once_differentiable import once_differentiable
 from longseq.kernels.precision import without_autocast
 from longseq.kernels.recurrence import Sequences, run_padded, run_recurrence
 
@@ -226,8 +227,8 @@ def _backward(
     d_value = key_until @ d_after
     d_gate: Any = None
     if whole is not None:
-        d_gate = _sum_to(reverse_cumsum(d_query * query_since).add_(earlier_sum(d_key * key_until)), gate)
-        d_gate += _sum_to((states * d_after).sum(-1).unsqueeze(-2), gate) * whole
+        d_gate = sum_to(reverse_cumsum(d_query * query_since).add_(earlier_sum(d_key * key_until)), gate)
+        d_gate += sum_to((states * d_after).sum(-1).unsqueeze(-2), gate) * whole
     if value_whole is not None:
         d_gate = reverse_cumsum(d_read * (query @ states)).add_(earlier_sum(d_value * value_until_end))
         d_gate += (states * d_after).sum(-2, keepdim=True) * value_whole
@@ -262,11 +263,6 @@ def _inner_backward(
     d_gate = None if gate is None else decay_matrix_backward(d_products * products)
     d_products = times(d_products, decay)
     return d_products @ key, d_products.mT @ query, products.mT @ d_output, d_gate
-
-
-def _sum_to(x: Tensor, gate: Tensor) -> Tensor:
-    """Sum over the key channels that share a gate."""
-    return x.sum(-1, keepdim=True) if gate.shape[-1] == 1 else x
 
 
 def _state_pass_backward(d_state: Tensor, d_before: Tensor, whole: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,6 @@
 """Gated linear attention as its recurrence: the definition that every other form is compared with."""
 
-from typing import Any
-
 from torch import Tensor
-
-from longseq.kernels.recurrence import run_tokens
 
 
 def repeat_keys(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -30,17 +26,3 @@ def linear_attention_step_torch(
     state = state + k.to(dtype)[..., None] * v.to(dtype)[..., None, :]
     o = scale * (state * q.to(dtype)[..., None]).sum(-2)
     return o.to(v.dtype), state
-
-
-def linear_attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, *, g: Tensor | None, g_value: Tensor | None, scale: float, chunk_size: int,
-    **call: Any,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """`linear_attention`, one token at a time. `chunk_size` is ignored."""
-
-    def step(token: list[Any], state: Tensor) -> tuple[Tensor, Tensor]:
-        q, k, v, g, g_value = token
-        return linear_attention_step_torch(q, k, v, state, g=g, g_value=g_value, scale=scale)
-
-    shape = v.shape[2], k.shape[3], v.shape[3]
-    return run_tokens(step, (q, k, v, g, g_value), state_shape=shape, output_dtype=v.dtype, **call)

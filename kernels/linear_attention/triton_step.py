@@ -49,8 +49,7 @@ def linear_attention_step_triton(
     """Returns o [B, H, V] in v's dtype and the next state [B, H, K, V] in float32."""
     q, k, v, state = channels_adjacent(q), channels_adjacent(k), channels_adjacent(v), state.contiguous()
     key_gated = g is not None and g.dim() == 3
-    g = channels_adjacent(g) if g is not None and key_gated else g
-    g_value = None if g_value is None else channels_adjacent(g_value)
+    g, g_value = channels_adjacent(g) if key_gated else g, channels_adjacent(g_value)
     batch, heads, key_dim, value_dim = state.shape
     output, after = v.new_empty(v.shape), torch.empty_like(state)
     tile = column_tile(key_dim, value_dim)

@@ -1,14 +1,12 @@
 """Log decays of heads or channels from a projection."""
 
 from torch import Tensor
+from torch.nn import functional
 
 from longseq.kernels.checks import check_shapes
 from longseq.kernels.dispatch import Call, is_exporting
-from longseq.kernels.log_decay.decay import log_decay_torch
 from longseq.kernels.operation import operation
-from longseq.kernels.precision import call_dtype, is_mixed
-
-__all__ = ["log_decay"]
+from longseq.kernels.precision import call_dtype, compute_dtype, is_mixed, without_autocast
 
 
 def _judge(op: str, z: Tensor, A_log: Tensor, dt_bias: Tensor, bound: float | None) -> Call:
@@ -31,6 +29,22 @@ def _judge(op: str, z: Tensor, A_log: Tensor, dt_bias: Tensor, bound: float | No
     return Call(z.device, dtype, exporting=is_exporting(), sizes=sizes, mixed=mixed, kind=kind)
 
 
+def log_decay_torch(z: Tensor, A_log: Tensor, dt_bias: Tensor, *, bound: float | None) -> Tensor:
+    """`log_decay` by torch's own functions."""
+    with without_autocast(z):
+        wide = compute_dtype(z, A_log, dt_bias)
+        z, slope = z.to(wide), A_log.to(wide).exp()
+        if dt_bias.dim() > A_log.dim():
+            slope = slope.unsqueeze(-1)
+        is_pair = A_log.dim() == 2
+        if is_pair:
+            z = z.unflatten(0, (2, z.shape[0] // 2))
+            slope, dt_bias = (x.reshape(2, *[1] * (z.dim() - x.dim()), *x.shape[1:]) for x in (slope, dt_bias))
+        z = z + dt_bias
+        g = -slope * functional.softplus(z) if bound is None else bound * (slope * z).sigmoid()
+        return g.flatten(0, 1) if is_pair else g
+
+
 @operation(_judge, triton="triton_decay", torch=log_decay_torch)
 def log_decay(
     z: Tensor, A_log: Tensor, dt_bias: Tensor, *, bound: float | None = None, backend: str = "auto"
@@ -42,8 +56,6 @@ def log_decay(
     Shapes: z, g [..., H] with A_log, dt_bias [H]; or z, g [..., H, K] with A_log [H] and dt_bias [H, K]. With a leading
     2 in both parameters, the first half of z's first dimension has the first ones, the second half the second ones.
     Arithmetic and g are float32, or float64 for float64 inputs.
-
-    Raises ValueError for tensors that do not fit and for a backend that cannot run.
 
     Source: Mamba-2 (Dao and Gu, 2024) for heads; Kimi Linear (Kimi Team, 2025) for channels; the bound is Kimi K3's.
     """

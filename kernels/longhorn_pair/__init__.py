@@ -9,8 +9,6 @@ from longseq.kernels.longhorn_pair.pair import longhorn_pair_torch
 from longseq.kernels.operation import operation
 from longseq.kernels.precision import call_dtype, is_mixed
 
-__all__ = ["TRITON_RANKS", "longhorn_pair"]
-
 TRITON_RANKS = 127  # ranks of the rate, which share one tile of a matrix product with the bias
 
 
@@ -39,12 +37,7 @@ def _judge(
     return Call(projected.device, dtype, exporting=is_exporting(), sizes=sizes, mixed=mixed)
 
 
-@operation(
-    _judge,
-    triton="triton_pair",
-    limits={"N": TRITON_ENTRIES, "R": TRITON_RANKS + 1},
-    torch=longhorn_pair_torch,
-)
+@operation(_judge, triton="triton_pair", limits={"N": TRITON_ENTRIES, "R": TRITON_RANKS + 1}, torch=longhorn_pair_torch)
 def longhorn_pair(
     projected: Tensor,
     taps: Tensor,
@@ -64,6 +57,4 @@ def longhorn_pair(
     Shapes: projected [B, T, 2 I]; y [B, T, I]. Parameters have one row for each direction: taps [2, I, W]; offset,
     rate_offset, skip [2, I]; selection [2, R + 2 N, I]; rate [2, I, R]. Matrix products are in the type of `projected`,
     which is also y's. The rest is in float32, or float64 for float64 inputs.
-
-    Raises ValueError for tensors that do not fit and for a backend that cannot run.
     """

@@ -15,8 +15,6 @@ from longseq.kernels.orthogonal_recurrence.reference import (
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
 
-__all__ = ["OBJECTIVES", "orthogonal_recurrence", "orthogonal_recurrence_step"]
-
 OBJECTIVES = ("decode", "encode", "similarity", "ttt")
 TRITON_WIDTH = 128  # rows and columns of a state, which is held in registers
 TRITON_CHUNK = 64  # tokens
@@ -33,14 +31,7 @@ def _check(op: str, objective: str, chunk_size: int = 1, initial_state: Any = ()
 
 
 _RECURRENCE = Recurrence(
-    {
-        "q": "B T H M",
-        "k": "B T H M",
-        "v": "B T H D",
-        "gamma": "B T H",
-        "g": "B T H",
-        "initial_state": "S H D M",
-    },
+    {"q": "B T H M", "k": "B T H M", "v": "B T H D", "gamma": "B T H", "g": "B T H", "initial_state": "S H D M"},
     values="v",
     mixed=("gamma", "g"),
     check=_check,
@@ -108,9 +99,7 @@ def orthogonal_recurrence(
 
     Shapes: q, k [B, T, H, M]; v, o [B, T, H, D]; gamma, g [B, T, H] with g <= 0 (a log); states [B, H, D, M].
 
-    Packing, direction, inf and NaN: see `longseq.kernels`.
-
-    Precision: arithmetic and state are float32, or float64 for float64 inputs; o has v's dtype.
+    Packing, direction, precision, inf and NaN: see `longseq.kernels`.
 
     Rounding: "decode" writes to all slots by one residual, φ k - v. Where gamma ‖k‖² is well above 1, the step
     overshoots, and rounding errors grow with every token: the sooner, the fewer dimensions D the M slots share. Keys of
@@ -125,8 +114,6 @@ def orthogonal_recurrence(
     "encode" and "similarity" stayed below 2e-6 for D of 4 to 64, with gamma up to 1 and ‖k‖² of 1 and of about M.
 
     Returns (o, final state or None).
-
-    Raises ValueError for inputs that do not fit and for a backend that cannot run them.
 
     Source: Karami and Mirrokni 2025, "Lattice: Learning to Efficiently Compress the Memory", eq. 7, 10 and 12
     (objectives), 14 (N), 16 (g) and 19 (ttt); mini-batches of Sun et al. 2024, "Learning to (Learn at Test Time)",
@@ -151,7 +138,4 @@ def orthogonal_recurrence_step(
     """One token of the exact `orthogonal_recurrence`: q, k [B, H, M]; v [B, H, D]; gamma, g [B, H].
 
     Returns o [B, H, D] in v's dtype and the next state [B, H, D, M], in the state's own dtype.
-
-    Raises ValueError for tensors that do not fit and for a backend that cannot run them: the triton backend has no
-    gradient.
     """

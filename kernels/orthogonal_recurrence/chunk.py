@@ -28,8 +28,8 @@ from longseq.kernels.chunks import (
     scan,
     split_chunks,
 )
+from longseq.kernels.custom_op import once_differentiable
 from longseq.kernels.dispatch import is_exporting
-from longseq.kernels.once_differentiable import once_differentiable
 from longseq.kernels.orthogonal_recurrence.reference import (
     column_norms,
     has_unit_columns,
@@ -208,12 +208,6 @@ def _slots(state: Tensor, objective: str, unit: bool) -> tuple[Tensor, Tensor | 
     return state / lengths, lengths
 
 
-def _slots_backward(slots: Tensor, lengths: Tensor, d_slots: Tensor, d_lengths: Tensor) -> Tensor:
-    """The gradient of the state from those of what `_slots` returned; none passes the length of a zero column."""
-    d_lengths = d_lengths - (d_slots * slots).sum(-2, keepdim=True) / lengths
-    return torch.addcmul(d_slots / lengths, slots, d_lengths)
-
-
 def _writes(objective: str, slots: Tensor, k: Tensor, v: Tensor, gamma: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """h [R, C, D], c and a [R, C, M] of tokens that see the same slots."""
     if objective == "decode":
@@ -278,9 +272,8 @@ def _ttt_backward(
 
 
 def _token(
-    state: Tensor, objective: str, unit: bool,
-    q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, decay: Tensor,
-) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
+    state: Tensor, objective: str, unit: bool, q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, decay: Tensor
+) -> tuple[Tensor, Tensor, list[Tensor]]:
     """One exact step: the output [R, 1, D], the next state [R, D, M], and what the backward needs of it.
 
     That is h, c (before it is divided by a length), a and, with N, the norms [R, 1, M] before it.
@@ -309,7 +302,8 @@ def _token_backward(
     written, present = (c, a) if lengths is None else (c / lengths, a / lengths)
     d_state = torch.addcmul(d_state, d_output.mT, q)
     if unit:
-        _normalise_backward_(d_state, after, norms[0])
+        along = (after * d_state).sum(-2, keepdim=True)
+        d_state.addcmul_(after, along, value=-1).div_(norms[0])
     d_keep = (before * d_state).sum(-2, keepdim=True)
     d_c = torch.bmm(h, d_state).addcmul_(d_keep, present, value=-1)
     d_a = -d_keep * written
@@ -320,14 +314,9 @@ def _token_backward(
     d_slots = d_before if lengths is None else torch.zeros_like(d_before)
     d_inputs = _writes_backward(objective, slots, k, v, gamma, h, a, d_h, d_c, d_a, d_slots)
     if lengths is not None:
-        d_before += _slots_backward(slots, lengths, d_slots, -(d_c * written + d_a * present))
+        d_lengths = -(d_c * written + d_a * present) - (d_slots * slots).sum(-2, keepdim=True) / lengths
+        d_before += torch.addcmul(d_slots / lengths, slots, d_lengths)  # none passes the length of a zero column
     return [d_before, d_q, *d_inputs, d_keep.sum(-1, keepdim=True)]
-
-
-def _normalise_backward_(d_normalised: Tensor, normalised: Tensor, norms: Tensor) -> Tensor:
-    """Turn the gradient of normalised columns [R, D, M] into that of the columns before, in place."""
-    along = (normalised * d_normalised).sum(-2, keepdim=True)
-    return d_normalised.addcmul_(normalised, along, value=-1).div_(norms)
 
 
 def _chunk(

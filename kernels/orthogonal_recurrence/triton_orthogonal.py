@@ -241,9 +241,8 @@ class _Call:
             k, v, gamma, g, self.cu_seqlens, *kept, d_final, d_h, d_states, d_after, d_errors, d_values, d_initial
         )
         self._over_chunks(differentiate_inputs, (), k, gamma, g)(
-            k, gamma, g, *places, *kept, d_coefficients, d_after, d_errors, d_values, from_gates,
-            d_k, d_v, d_gamma, d_g,
-        )  # fmt: skip
+            k, gamma, g, *places, *kept, d_coefficients, d_after, d_errors, d_values, from_gates, d_k, d_v, d_gamma, d_g
+        )
 
 
 def _allocate_results(q, k, v, gamma, g, initial_state, cu_seqlens, objective, unit, scale, chunk_size, reverse, save):
@@ -284,9 +283,8 @@ def _allocate(form: _Form, k: Tensor, v: Tensor, save: bool) -> tuple[Tensor, Te
 
 
 def _allocate_gradients(
-    q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, g: Tensor | None, initial_state: Tensor,
-    *_: Any,
-) -> Gradients:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, g: Tensor | None, initial_state: Tensor, *_: Any
+) -> Gradients:
     d_initial = initial_state.new_empty(initial_state.shape, dtype=torch.float32)
     return *[empty_like(x) for x in (q, k, v, gamma, g)], d_initial
 

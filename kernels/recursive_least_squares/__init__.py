@@ -16,12 +16,10 @@ from longseq.kernels.recursive_least_squares.reference import (
     recursive_least_squares_step_torch,
 )
 
-__all__ = ["recursive_least_squares", "recursive_least_squares_step"]
-
 TRITON_WIDTH = 64  # of the matrix, which one program holds in registers
 
 
-def check_refresh(op: str, lambda0: float, refresh_period: int | None, refresh: float, **_: Any) -> None:
+def check_refresh(op: str, refresh_period: int | None, refresh: float, lambda0: float = 1.0, **_: Any) -> None:
     """Check the constants of the recurrence."""
     if not lambda0 > 0:
         raise ValueError(f"{op}: lambda0 is {lambda0}, but must be above 0, or the first A = I / lambda0 is not finite")
@@ -43,11 +41,6 @@ def count_tokens(mask: Tensor | None, **arguments: Any) -> Mapping[str, Any]:
     written = {name: arguments[name] for name in ("x", "k", "v", "u") if arguments.get(name) is not None}
     masked = {name: x.masked_fill(absent, 0) for name, x in written.items()}
     return {**arguments, **masked, "count": mask.long()}
-
-
-def without_lambda0(lambda0: float, **arguments: Any) -> Mapping[str, Any]:
-    """The arguments of the backends of a step: without `lambda0`, because a step always has a state."""
-    return arguments
 
 
 _RECURRENCE = Recurrence(
@@ -93,38 +86,27 @@ def recursive_least_squares(
 
     Shapes: x, u, y [B, T, H, K]; mask [B, T], True at real tokens; states (A [B, H, K, K], steps [B] int64).
 
-    Packing, direction, inf and NaN: see `longseq.kernels`.
-
-    Precision: arithmetic and A are float32, or float64 for float64 inputs; y has x's dtype.
-
-    `chunk_size` changes speed and memory but not the result. In float32 uᵀ A u should stay below 1e6 (‖u‖² below 1e6
-    lambda0), where the 1 beside it is lost to rounding: beyond, the chunk form is wrong or NaN.
+    Packing, direction, precision, inf and NaN: see `longseq.kernels`. In float32 uᵀ A u should stay below
+    1e6 (‖u‖² below 1e6 lambda0), where the 1 beside it is lost to rounding: beyond, the chunk form is wrong or NaN.
 
     Returns (y, final state or None).
-
-    Raises ValueError for inputs that do not fit and for a backend that cannot run them.
 
     Source: Pandey and Singh 2026, "Variational Linear Attention", eq. 9 and Algorithm 1, lines 12 to 19. The paper
     states that the recurrence of A cannot be parallel in time; the chunk form is.
     """
 
 
-@step(_RECURRENCE, torch=recursive_least_squares_step_torch, held=("K",), prepare=without_lambda0)
+@step(_RECURRENCE, torch=recursive_least_squares_step_torch, held=("K",))
 def recursive_least_squares_step(
     x: Tensor,
     u: Tensor,
     state: InverseState,
     *,
-    lambda0: float = 0.1,
     refresh_period: int | None = 20,
     refresh: float = 1e-3,
     backend: str = "auto",
 ) -> tuple[Tensor, InverseState]:
     """One token of `recursive_least_squares`: x, u [B, H, K]; state (A [B, H, K, K], steps [B]).
 
-    Returns y [B, H, K] in x's dtype and the next state, in the state's own dtype. `lambda0` is ignored, because the
-    state is given.
-
-    Raises ValueError for tensors that do not fit and for a backend that cannot run them: the triton backend has no
-    gradient.
+    Returns y [B, H, K] in x's dtype and the next state, in the state's own dtype.
     """

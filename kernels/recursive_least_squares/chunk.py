@@ -20,6 +20,7 @@ where triu(U yᵀ) = L^{-T} triu(Y Xᵀ) and U A_C = L^{-T} Y, which stay exact 
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,8 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longseq.kernels.chunks import export_plan, fit_chunk_size, join_chunks, scan, split_chunks
+from longseq.kernels.custom_op import once_differentiable
 from longseq.kernels.dispatch import is_exporting
-from longseq.kernels.once_differentiable import once_differentiable
 from longseq.kernels.precision import without_autocast
 from longseq.kernels.recurrence import Sequences, State, run_padded, run_recurrence
 from longseq.kernels.recursive_least_squares.reference import (
@@ -64,7 +65,7 @@ def recursive_least_squares_chunk(
             y, A = _RecursiveLeastSquares.apply(x, u, added, slots, A, layout)
         return y, (A, seen[:, -1].clone())
 
-    first = first_state(x, lambda0)
+    first = partial(first_state, x=x, lambda0=lambda0)
     return run_recurrence(core, (x, u, count), state_shape=first, output_dtype=x.dtype, unpack=run_padded, **call)
 
 

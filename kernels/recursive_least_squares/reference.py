@@ -1,6 +1,6 @@
 """Recursive least squares as its recurrence: the definition that every other form is compared with."""
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,19 +40,15 @@ def recursive_least_squares_reference(
             outputs.append(y_t)
         return torch.stack(outputs, dim=1), (A, seen[:, -1])
 
-    first = first_state(x, lambda0)
+    first = partial(first_state, x=x, lambda0=lambda0)
     return run_recurrence(core, (x, u, count), state_shape=first, output_dtype=x.dtype, unpack=run_segments, **call)
 
 
-def first_state(x: Tensor, lambda0: float) -> Callable[[int, torch.dtype], InverseState]:
-    """The state before the first token, A = I / lambda0 and no steps, as a function of (rows, dtype)."""
-
-    def make(rows: int, dtype: torch.dtype) -> InverseState:
-        heads, width = x.shape[2:]
-        eye = torch.eye(width, dtype=dtype, device=x.device) / lambda0
-        return eye.expand(rows, heads, width, width), torch.zeros(rows, dtype=torch.int64, device=x.device)
-
-    return make
+def first_state(rows: int, dtype: torch.dtype, *, x: Tensor, lambda0: float) -> InverseState:
+    """The state before the first token: A = I / lambda0 and no steps."""
+    heads, width = x.shape[2:]
+    eye = torch.eye(width, dtype=dtype, device=x.device) / lambda0
+    return eye.expand(rows, heads, width, width), torch.zeros(rows, dtype=torch.int64, device=x.device)
 
 
 def refresh_due(seen: Tensor, count: Tensor, period: int | None, refresh: float, dtype: torch.dtype) -> Tensor:

@@ -86,8 +86,7 @@ def update_inverse(
 
     Without `u`, A stays unchanged. A `refresh_period` of 0 means no refresh. With `unit`, x is divided by its length.
     """
-    x, A, steps = channels_adjacent(x), A.contiguous(), steps.contiguous()
-    u = None if u is None else channels_adjacent(u)
+    x, u, A, steps = channels_adjacent(x), channels_adjacent(u), A.contiguous(), steps.contiguous()
     batch, heads, width, _ = A.shape
     y, A_after, steps_after = x.new_empty(x.shape, dtype=dtype), torch.empty_like(A), torch.empty_like(steps)
     block_k = next_power_of_2(width)
@@ -99,23 +98,15 @@ def update_inverse(
         projected = torch.empty_like(A[..., 0])
         find_launch(_project, u.device, programs, (heads, *strides(u)), **constants)(u, A, projected)
     find_launch(
-        _update, x.device, programs, (refresh, refresh_period, heads, *strides(x), *strides(u)),
+        _update, x.device, programs, (float(refresh), refresh_period, heads, *strides(x), *strides(u)),
         UPDATED=u is not None, REFRESHED=refresh_period > 0, UNIT=unit, **constants,
     )(x, u, A, projected, steps, y, A_after, steps_after)  # fmt: skip
     return y, A_after, steps_after
 
 
 @custom_op("recursive_least_squares_step", results_like(0, 2, 3))
-def recursive_least_squares_step(
-    x: Tensor, u: Tensor, A: Tensor, steps: Tensor, refresh_period: int, refresh: float
+def recursive_least_squares_step_triton(
+    x: Tensor, u: Tensor, A: Tensor, steps: Tensor, refresh_period: int | None, refresh: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns y [B, H, K] in x's dtype, the next A [B, H, K, K] in float32 and the next steps [B]."""
-    return update_inverse(x, u, A, steps, refresh_period, refresh, unit=False, dtype=x.dtype)
-
-
-def recursive_least_squares_step_triton(
-    x: Tensor, u: Tensor, state: tuple[Tensor, Tensor], *, refresh_period: int | None, refresh: float
-) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """`recursive_least_squares_step` in Triton kernels."""
-    y, *after = recursive_least_squares_step(x, u, *state, refresh_period or 0, float(refresh))
-    return y, tuple(after)
+    return update_inverse(x, u, A, steps, refresh_period or 0, refresh, unit=False, dtype=x.dtype)

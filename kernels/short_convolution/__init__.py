@@ -1,6 +1,5 @@
 """The short causal convolution in front of a recurrent mixer."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -14,30 +13,30 @@ from longseq.kernels.reading import Reverse, check_own_parameters, check_reverse
 from longseq.kernels.short_convolution.chunk import short_convolution_chunk
 from longseq.kernels.short_convolution.reference import short_convolution_reference, short_convolution_step_torch
 
-__all__ = ["short_convolution", "short_convolution_step"]
 
-
-def check_convolution(
-    op: str,
-    tensors: Mapping[str, tuple[Tensor | None, str]],
-    cu_seqlens: Tensor | None,
-    mask: Tensor | None,
-    reverse: Reverse,
-) -> dict[str, int]:
-    """Raise ValueError for tensors of a convolution that do not fit; return the size of each letter of the layouts.
+def judge_convolution(
+    op: str, x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None,
+    mask: Tensor | None, reverse: Reverse, layout: str = "B T D",
+) -> Call:  # fmt: skip
+    """Check the tensors of a convolution, of x in this layout, and describe the call.
 
     A weight of three dimensions holds the weights of both directions.
     """
     if mask is not None and cu_seqlens is not None:
         raise ValueError(f"{op}: mask and cu_seqlens are both given; packed sequences have no padding")
-    weight = tensors["weight"][0]
-    assert weight is not None
     own = weight.dim() == 3
+    tensors = {
+        "x": (x, layout),
+        "weight": (weight, "P D W" if own else "D W"),
+        "bias": (bias, "P D" if own else "D"),
+        "initial_state": (initial_state, "2B D W-1" if own else "S D W-1"),
+    }
     sizes = check_tensors(op, tensors, cu_seqlens, mask=mask)
     if own:
         check_own_parameters(op, "weight", weight, reverse)
     check_reverse(op, reverse, 2 if own else sizes["B"], cu_seqlens)
-    return sizes
+    dtype, mixed = call_dtype(x, initial_state), is_mixed(x, weight)
+    return Call(x.device, dtype, cu_seqlens is not None, is_exporting(), sizes, reverse=reverse, mixed=mixed)
 
 
 def _check_activation(op: str, activation: str | None, **_: Any) -> None:
@@ -45,26 +44,9 @@ def _check_activation(op: str, activation: str | None, **_: Any) -> None:
         raise ValueError(f"{op}: activation is {activation!r}, but must be None or 'silu'")
 
 
-def _judge(
-    op: str, x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None,
-    mask: Tensor | None, activation: str | None, reverse: Reverse, **_: Any,
-) -> Call:  # fmt: skip
+def _judge(op: str, activation: str | None, output_final_state: bool, **tensors: Any) -> Call:
     _check_activation(op, activation)
-    own = weight.dim() == 3
-    sizes = check_convolution(
-        op,
-        {
-            "x": (x, "B T D"),
-            "weight": (weight, "P D W" if own else "D W"),
-            "bias": (bias, "P D" if own else "D"),
-            "initial_state": (initial_state, "2B D W-1" if own else "S D W-1"),
-        },
-        cu_seqlens,
-        mask,
-        reverse,
-    )
-    dtype, mixed = call_dtype(x, initial_state), is_mixed(x, weight)
-    return Call(x.device, dtype, cu_seqlens is not None, is_exporting(), sizes, reverse=reverse, mixed=mixed)
+    return judge_convolution(op, **tensors)
 
 
 @operation(_judge, triton="triton_convolution", torch=short_convolution_chunk, reference=short_convolution_reference)
@@ -91,20 +73,11 @@ def short_convolution(
     Shapes: x, y [B, T, D]; weight [D, W]; bias [D]; states [B, D, W-1]; `activation` None or "silu". `mask` [B, T] bool
     is True at real tokens: the others are passed over as if they were not there, and their output is zero.
 
-    Packing: `cu_seqlens` [N + 1] holds 0 and the end of each packed sequence; B is 1, no tap crosses into another
-    sequence, and states are [N, D, W-1].
-
-    Direction: with `reverse` the taps see later tokens instead: sequences are read from their last token to their
-    first. The initial state is then the one behind the last token, and the final state the one at the first token. With
-    reverse="second_half" the second half of the rows of the batch is read backward, and the first half forward. With
-    weight [2, D, W] and bias [2, D] beside it, all rows of x are read forward with the first weight and backward with
-    the second; y and the states then have 2 B rows.
-
-    Precision: arithmetic and state are float32, or float64 for float64 inputs; y has x's dtype.
+    Packing, direction, precision, inf and NaN: see `longseq.kernels`. With reverse="second_half", weight [2, D, W] and
+    bias [2, D], all rows of x are read forward with the first weight and backward with the second; y and the states
+    then have 2 B rows.
 
     Returns (y, final state or None).
-
-    Raises ValueError for inputs that do not fit and for a backend that cannot run them.
 
     Source: the convolution of Fu et al. 2022, "Hungry Hungry Hippos", and of Gu and Dao 2023, "Mamba", section 3.4.
     """
@@ -128,7 +101,4 @@ def short_convolution_step(
     """One token of `short_convolution`: x [B, D]; weight [D, W]; bias [D]; state [B, D, W-1].
 
     Returns y [B, D] in x's dtype and the next state, in the state's own dtype.
-
-    Raises ValueError for tensors that do not fit and for a backend that cannot run them: the triton backend has no
-    gradient.
     """

@@ -1,7 +1,6 @@
 """The short convolution as one depthwise convolution over all tokens."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -9,9 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longseq.kernels.packing import Packing
-from longseq.kernels.reading import turn
+from longseq.kernels.reading import run_each_way, turn
 from longseq.kernels.recurrence import Core, Sequences, run_recurrence
-from longseq.kernels.short_convolution.reference import convolve_each_way
 
 
 def short_convolution_chunk(
@@ -19,8 +17,8 @@ def short_convolution_chunk(
 ) -> tuple[Tensor, Tensor | None]:
     """`short_convolution` by torch's convolution; `call` is for `run_recurrence`."""
     if weight.dim() == 3:
-        convolve = partial(short_convolution_chunk, activation=activation, mask=mask)
-        return convolve_each_way(convolve, x, weight, bias, **call)
+        own = {"weight": weight, "bias": bias}
+        return run_each_way(short_convolution_chunk, own, {}, x=x, activation=activation, mask=mask, **call)
 
     def convolve_window(window: Tensor) -> Tensor:
         dtype = window.dtype

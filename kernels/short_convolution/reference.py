@@ -1,14 +1,12 @@
 """The short convolution as a loop over tokens: the definition that every other form is compared with."""
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longseq.kernels.reading import Reverse, half, run_each_way
+from longseq.kernels.reading import run_each_way
 from longseq.kernels.recurrence import run_tokens
 
 
@@ -32,8 +30,8 @@ def short_convolution_reference(
 ) -> tuple[Tensor, Tensor | None]:
     """`short_convolution`, one token at a time; `call` is for `run_recurrence`."""
     if weight.dim() == 3:
-        convolve = partial(short_convolution_reference, activation=activation, mask=mask)
-        return convolve_each_way(convolve, x, weight, bias, **call)
+        own = {"weight": weight, "bias": bias}
+        return run_each_way(short_convolution_reference, own, {}, x=x, activation=activation, mask=mask, **call)
 
     def step(token: list[Any], state: Tensor) -> tuple[Tensor, Tensor]:
         x_t, real = token
@@ -44,17 +42,3 @@ def short_convolution_reference(
 
     shape = weight.shape[0], weight.shape[1] - 1
     return run_tokens(step, (x, mask), state_shape=shape, output_dtype=x.dtype, **call)
-
-
-def convolve_each_way(
-    convolve: Callable[..., tuple[Tensor, Tensor | None]], x: Tensor, weight: Tensor, bias: Tensor | None,
-    *, initial_state: Tensor | None, reverse: Reverse, **options: Any,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Convolve x once forward and once backward, each with its own weight, by a form for one weight."""
-
-    def convolve_one_way(i: int) -> tuple[Tensor, Tensor | None]:
-        state = None if initial_state is None else half(initial_state, i)
-        own = None if bias is None else bias[i]
-        return convolve(x, weight[i], own, initial_state=state, reverse=bool(i), **options)
-
-    return run_each_way(convolve_one_way)

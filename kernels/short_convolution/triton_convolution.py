@@ -11,7 +11,7 @@ device. Each program writes its own sums for the weights and the bias, and torch
 result is the same in every run.
 """
 
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -23,9 +23,8 @@ from torch.nn import functional
 from longseq.kernels.custom_op import Gradients, custom_op
 from longseq.kernels.devices import channels_adjacent, contiguous
 from longseq.kernels.packing import find_once, sequence_of_tokens
-from longseq.kernels.reading import Reverse, number_of
+from longseq.kernels.reading import Reverse, number_of, run_each_way
 from longseq.kernels.short_convolution.chunk import convolve_windows
-from longseq.kernels.short_convolution.reference import convolve_each_way
 from longseq.kernels.triton_launch import PREPARED, Launch, Prepared, borders_on, cdiv, find_launch, next_power_of_2
 from longseq.kernels.triton_tiles import MINUS_LOG2_E, direction, sequence, token_after
 
@@ -509,8 +508,8 @@ def short_convolution_triton(
         y = causal_convolution(x, weight, bias, state, cu_seqlens, silu, number_of(reverse))
         return y, last_states(x, weight, state, cu_seqlens, reverse) if call["output_final_state"] else None
     if weight.dim() == 3:
-        convolve = partial(short_convolution_triton, activation=activation, mask=mask)
-        return convolve_each_way(convolve, x, weight, bias, **call)
+        own = {"weight": weight, "bias": bias}
+        return run_each_way(short_convolution_triton, own, {}, x=x, activation=activation, mask=mask, **call)
 
     def convolve_window(window: Tensor) -> Tensor:
         return causal_convolution(window.mT, weight, bias, None, None, silu, 0)[:, weight.shape[1] - 1 :].mT

@@ -1,14 +1,13 @@
 """A product gated by SiLU."""
 
+import torch
 from torch import Tensor
+from torch.nn import functional
 
 from longseq.kernels.checks import check_shapes
 from longseq.kernels.dispatch import Call, is_exporting
 from longseq.kernels.operation import operation
-from longseq.kernels.precision import call_dtype
-from longseq.kernels.silu_product.product import silu_product_torch
-
-__all__ = ["silu_product"]
+from longseq.kernels.precision import call_dtype, compute_dtype, without_autocast
 
 
 def _judge(op: str, x: Tensor, gate: Tensor, skip: Tensor | None, skip_weight: Tensor | None) -> Call:
@@ -21,14 +20,28 @@ def _judge(op: str, x: Tensor, gate: Tensor, skip: Tensor | None, skip_weight: T
     return Call(x.device, call_dtype(x, gate, skip, skip_weight), exporting=is_exporting())
 
 
+def silu_product_torch(x: Tensor, gate: Tensor, *, skip: Tensor | None, skip_weight: Tensor | None) -> Tensor:
+    """`silu_product` by torch's own functions."""
+    with without_autocast(x):
+        if skip_weight is not None and skip_weight.dim() == 2:
+            skip_weight = skip_weight.reshape(2, *[1] * (x.dim() - 1), -1)
+            x, skip = (
+                x.unflatten(0, (2, x.shape[0] // 2)),
+                None if skip is None else skip.unflatten(0, (2, x.shape[0] // 2)),
+            )
+        wide = compute_dtype(x, gate, skip, skip_weight)
+        value = x.to(wide)
+        if skip is not None and skip_weight is not None:
+            value = torch.addcmul(value, skip.to(wide), skip_weight.to(wide))
+        if value.dim() > gate.dim():
+            value = value.sum(0)
+        product = value * functional.silu(gate.to(wide))
+        return product.to(torch.promote_types(x.dtype, gate.dtype))
+
+
 @operation(_judge, triton="triton_product", torch=silu_product_torch)
 def silu_product(
-    x: Tensor,
-    gate: Tensor,
-    *,
-    skip: Tensor | None = None,
-    skip_weight: Tensor | None = None,
-    backend: str = "auto",
+    x: Tensor, gate: Tensor, *, skip: Tensor | None = None, skip_weight: Tensor | None = None, backend: str = "auto"
 ) -> Tensor:
     """A product gated by SiLU, which saves only its inputs for the backward pass.
 
@@ -39,6 +52,4 @@ def silu_product(
     Shapes: x, gate, skip, y [..., D]; skip_weight [D]. With skip_weight [2, D], x and skip [2 B, ..., D] are two
     readings of one batch, and the gate [B, ..., D] multiplies the sum of both, each with its own weight for the skip.
     Arithmetic is float32, or float64 for float64 inputs; y has the type that torch gives to x times gate.
-
-    Raises ValueError for tensors that do not fit and for a backend that cannot run.
     """

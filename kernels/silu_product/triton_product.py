@@ -186,8 +186,5 @@ def differentiate(
         (rows, blocks, programs, channels, x_row, gate_row, skip_row, dy_row, d_gate_row),
         HAS_SKIP=skip is not None, PAIRED=_is_pair(skip_weight), APART=d_skip is not None, WEIGHS=weighs, **shape,
     )  # fmt: skip
-    launch(
-        values, gates, skips, contiguous(skip_weight), gradients,
-        dx, d_gate, d_skip, parts,
-    )  # fmt: skip
+    launch(values, gates, skips, contiguous(skip_weight), gradients, dx, d_gate, d_skip, parts)
     return parts.sum(-2).to(skip_weight.dtype) if weighs and skip_weight is not None else x.new_empty((0,))

@@ -7,11 +7,8 @@ from torch import Tensor
 from longseq.kernels.operation import Recurrence, operation, step
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
-from longseq.kernels.slot_attention.activations import ACTIVATIONS
 from longseq.kernels.slot_attention.chunk import slot_attention_chunk
-from longseq.kernels.slot_attention.reference import slot_attention_reference, slot_attention_step_torch
-
-__all__ = ["ACTIVATIONS", "slot_attention", "slot_attention_step"]
+from longseq.kernels.slot_attention.reference import ACTIVATIONS, slot_attention_step_torch
 
 TRITON_WIDTH = 512  # of a state's rows and columns
 
@@ -43,7 +40,7 @@ _RECURRENCE = Recurrence(
     triton="triton_slots",
     limits={"K V M": TRITON_WIDTH},
     torch=slot_attention_chunk,
-    reference=slot_attention_reference,
+    reference=_RECURRENCE.loop(slot_attention_step_torch),
 )
 def slot_attention(
     q: Tensor,
@@ -73,13 +70,9 @@ def slot_attention(
     Shapes: q, k [B, T, H, K]; v, o [B, T, H, V]; g, write [B, T, H, M] with g <= 0 (a log; any magnitude is safe);
     states are pairs of K~ [B, H, M, K] and V~ [B, H, M, V].
 
-    Packing, direction, inf and NaN: see `longseq.kernels`.
-
-    Precision: arithmetic and states are float32, or float64 for float64 inputs; o has v's dtype.
+    Packing, direction, precision, inf and NaN: see `longseq.kernels`.
 
     Returns (o, final state or None). `chunk_size` is a power of two.
-
-    Raises ValueError for inputs that do not fit, an unknown activation and a backend that cannot run them.
 
     Source: Zhang et al. 2024, "Gated Slot Attention for Efficient Linear-Time Sequence Modeling", eq. 6; with `write`,
     Peng et al. 2022, "ABC: Attention with Bounded-memory Control", as eq. 3 of the former states it.
@@ -102,7 +95,4 @@ def slot_attention_step(
     """One token of `slot_attention`: q, k [B, H, K]; v [B, H, V]; g, write [B, H, M]; state [B, H, M, K] and [..., V].
 
     Returns o [B, H, V] in v's dtype and the next state, in the state's own dtype.
-
-    Raises ValueError for tensors that do not fit and for a backend that cannot run them: the triton backend has no
-    gradient.
     """

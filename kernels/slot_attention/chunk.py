@@ -6,7 +6,6 @@
 Source: Zhang et al. 2024, "Gated Slot Attention", eq. 7.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +13,7 @@ from torch import Tensor
 
 from longseq.kernels.linear_attention.chunk import Inputs, linear_attention_core
 from longseq.kernels.recurrence import Sequences, run_padded, run_recurrence
-from longseq.kernels.slot_attention.activations import ACTIVATIONS
-from longseq.kernels.slot_attention.reference import empty_slots
+from longseq.kernels.slot_attention.reference import ACTIVATIONS
 
 
 def slot_attention_chunk(
@@ -34,5 +32,5 @@ def slot_attention_chunk(
         o, values = linear_attention_core(Inputs(weights, write, v, g, None), values, 1.0, chunk_size)
         return o, (keys.transpose(-1, -2), values)
 
-    first = partial(empty_slots, k, v, g)
-    return run_recurrence(core, (q, k, v, g, write), state_shape=first, output_dtype=v.dtype, unpack=run_padded, **call)
+    sequences, shapes = (q, k, v, g, write), tuple((*g.shape[2:], x.shape[3]) for x in (k, v))
+    return run_recurrence(core, sequences, state_shape=shapes, output_dtype=v.dtype, unpack=run_padded, **call)

@@ -1,13 +1,18 @@
 """Slot attention as its recurrence: the definition that every other form is compared with."""
 
-from functools import partial
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from longseq.kernels.recurrence import run_tokens
-from longseq.kernels.slot_attention.activations import ACTIVATIONS
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda x: torch.softmax(x, -1),
+    "identity": lambda x: x,
+    "silu": functional.silu,
+    "relu": torch.relu,
+    "relu_squared": lambda x: torch.relu(x).square(),
+}
 
 
 def slot_attention_step_torch(
@@ -24,25 +29,3 @@ def slot_attention_step_torch(
     weights = ACTIVATIONS[activation](scale * (keys * q[..., None, :]).sum(-1))  # [B, H, M]
     o = (values * weights[..., None]).sum(-2)
     return o.to(v.dtype), (keys, values)
-
-
-def slot_attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, write: Tensor | None, scale: float, activation: str,
-    chunk_size: int, **call: Any,
-) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:  # fmt: skip
-    """`slot_attention`, one token at a time. `chunk_size` is ignored; `call` is for `run_recurrence`."""
-
-    def step(token: list[Any], state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        q, k, v, g, write = token
-        return slot_attention_step_torch(q, k, v, g, state, write=write, scale=scale, activation=activation)
-
-    first = partial(empty_slots, k, v, g)
-    return run_tokens(step, (q, k, v, g, write), state_shape=first, output_dtype=v.dtype, **call)
-
-
-def empty_slots(k: Tensor, v: Tensor, g: Tensor, rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The state before the first token: K~ [rows, H, M, K] and V~ [rows, H, M, V] of zeros."""
-    heads, slots = g.shape[2:]
-    shapes = ((rows, heads, slots, x.shape[3]) for x in (k, v))
-    keys, values = (k.new_zeros(shape, dtype=dtype) for shape in shapes)
-    return keys, values

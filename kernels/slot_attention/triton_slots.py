@@ -10,7 +10,7 @@ from longseq.kernels.linear_attention.chunk import Inputs
 from longseq.kernels.linear_attention.triton_linear import run_linear_attention
 from longseq.kernels.precision import without_autocast
 from longseq.kernels.reading import Reverse
-from longseq.kernels.slot_attention.activations import ACTIVATIONS
+from longseq.kernels.slot_attention.reference import ACTIVATIONS
 
 
 def slot_attention_triton(

@@ -82,31 +82,21 @@ def _step(
 
 
 @custom_op("slot_attention_step", results_like(2, 4, 5))
-def slot_attention_step(
+def slot_attention_step_triton(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, keys: Tensor, values: Tensor, write: Tensor | None, scale: float,
     activation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns o [B, H, V] in v's dtype and the next state, [B, H, M, K] and [B, H, M, V] in float32."""
     q, k, v, g = channels_adjacent(q), channels_adjacent(k), channels_adjacent(v), channels_adjacent(g)
-    write = None if write is None else channels_adjacent(write)
-    keys, values = keys.contiguous(), values.contiguous()
+    write, keys, values = channels_adjacent(write), keys.contiguous(), values.contiguous()
     batch, heads, slots, key_dim = keys.shape
     value_dim = values.shape[3]
     output, keys_after, values_after = v.new_empty(v.shape), torch.empty_like(keys), torch.empty_like(values)
     tile, key_tile = column_tile(slots, value_dim, VALUES), column_tile(slots, key_dim, KEYS)
     find_launch(
         _step, q.device, batch * heads * cdiv(value_dim, tile.columns),
-        (scale, heads, *strides(q), *strides(k), *strides(v), *strides(g), *strides(write)),
+        (float(scale), heads, *strides(q), *strides(k), *strides(v), *strides(g), *strides(write)),
         M=slots, K=key_dim, V=value_dim, HAS_WRITE=write is not None, ACTIVATION=activation, BLOCK_M=tile.rows,
         BLOCK_K=key_tile.columns, BLOCK_V=tile.columns, **launch_options(max(tile.warps, key_tile.warps)),
     )(q, k, v, g, write, keys, values, output, keys_after, values_after)  # fmt: skip
     return output, keys_after, values_after
-
-
-def slot_attention_step_triton(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: tuple[Tensor, Tensor], *, write: Tensor | None, scale: float,
-    activation: str,
-) -> tuple[Tensor, tuple[Tensor, Tensor]]:  # fmt: skip
-    """`slot_attention_step` in one Triton kernel."""
-    o, keys, values = slot_attention_step(q, k, v, g, *state, write, float(scale), activation)
-    return o, (keys, values)

@@ -7,8 +7,6 @@ from longseq.kernels.operation import Later
 from longseq.kernels.token_choice import choice
 from longseq.kernels.token_choice.fused import name_kind, reasons
 
-__all__ = ["token_choice"]
-
 
 def token_choice(
     scores: Tensor,

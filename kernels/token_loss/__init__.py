@@ -4,13 +4,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from longseq.kernels.checks import check_shapes
 from longseq.kernels.dispatch import Call, is_exporting
 from longseq.kernels.operation import operation
-from longseq.kernels.token_loss.loss import token_loss_torch
-
-__all__ = ["token_loss"]
+from longseq.kernels.precision import compute_dtype, without_autocast
 
 
 def _judge(op: str, logits: Tensor, target: Tensor, **_: Any) -> Call:
@@ -18,6 +17,14 @@ def _judge(op: str, logits: Tensor, target: Tensor, **_: Any) -> Call:
         raise ValueError(f"{op}: target is {target.dtype}, but must be int64")
     check_shapes(op, {"target": (target, logits.shape[:-1])})
     return Call(logits.device, logits.dtype, exporting=is_exporting())
+
+
+def token_loss_torch(logits: Tensor, target: Tensor, *, ignore_index: int) -> Tensor:
+    """`token_loss` by torch's own function, which keeps a copy of the logits in float32."""
+    with without_autocast(logits):
+        wide = logits.to(compute_dtype(logits)).reshape(-1, logits.shape[-1])
+        losses = functional.cross_entropy(wide, target.flatten(), ignore_index=ignore_index, reduction="none")
+        return losses.reshape(target.shape)
 
 
 @operation(_judge, triton="triton_loss", torch=token_loss_torch)
@@ -32,6 +39,6 @@ def token_loss(logits: Tensor, target: Tensor, *, ignore_index: int = -100, back
     Shapes: logits [..., V]; target [...], int64 below V or `ignore_index`; loss [...]. Arithmetic and loss are float32,
     or float64 for float64 logits; the gradient has the logits' type.
 
-    Raises ValueError for tensors that do not fit and for a backend that cannot run. The values of `target` are checked
-    by the torch backend alone; with the triton backend the loss of one that is out of range is NaN.
+    Only the torch backend checks the values of `target`; with the triton backend the loss of one that is out of range
+    is NaN.
     """

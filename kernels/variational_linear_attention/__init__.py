@@ -7,15 +7,14 @@ from longseq.kernels.operation import COUNTER, Recurrence, operation, step
 from longseq.kernels.packing import Packing
 from longseq.kernels.reading import Reverse
 from longseq.kernels.recursive_least_squares import TRITON_WIDTH as INVERSE_WIDTH
-from longseq.kernels.recursive_least_squares import check_refresh, count_tokens, without_lambda0
+from longseq.kernels.recursive_least_squares import check_refresh, count_tokens
 from longseq.kernels.variational_linear_attention.chunk import variational_linear_attention_chunk
 from longseq.kernels.variational_linear_attention.reference import (
     VariationalState,
-    variational_linear_attention_reference,
+    counted_step,
+    first_state,
     variational_linear_attention_step_torch,
 )
-
-__all__ = ["variational_linear_attention", "variational_linear_attention_step"]
 
 _RECURRENCE = Recurrence(
     {
@@ -37,7 +36,7 @@ _RECURRENCE = Recurrence(
     triton="triton_variational",
     limits={"K": INVERSE_WIDTH, "V": TRITON_WIDTH},
     torch=variational_linear_attention_chunk,
-    reference=variational_linear_attention_reference,
+    reference=_RECURRENCE.loop(counted_step, first_state),
     prepare=count_tokens,
 )
 def variational_linear_attention(
@@ -82,22 +81,18 @@ def variational_linear_attention(
     Shapes: q, k, u [B, T, H, K]; v, o [B, T, H, V]; mask [B, T], True at real tokens; states (S [B, H, K, V], A [B, H,
     K, K], z [B, H, K], steps [B] int64), at first zero but for A = I / lambda0.
 
-    Packing, direction, inf and NaN: see `longseq.kernels`.
-
-    Precision: arithmetic and state are float32, or float64 for float64 inputs; o has v's dtype. For bfloat16 the triton
-    backend multiplies numbers of 11 bits. Where a key is repeated and a v is 100 times or more larger than the others,
-    the gradients of u before it are small differences of large numbers: they are off by 0.7 percent, and in one case of
-    ten by 2 to 7 percent. The torch backend's are off by 0.2 percent.
+    Packing, direction, precision, inf and NaN: see `longseq.kernels`. For bfloat16 the triton backend
+    multiplies numbers of 11 bits. Where a key is repeated and a v is 100 times or more larger than the others, the
+    gradients of u before it are small differences of large numbers: they are off by 0.7 percent, and in one case of ten
+    by 2 to 7 percent. The torch backend's are off by 0.2 percent.
 
     Returns (o, final state or None). `chunk_size` is a power of two.
-
-    Raises ValueError for inputs that do not fit and for a backend that cannot run them.
 
     Source: Pandey and Singh 2026, "Variational Linear Attention", Algorithm 1.
     """
 
 
-@step(_RECURRENCE, torch=variational_linear_attention_step_torch, held=("K",), prepare=without_lambda0)
+@step(_RECURRENCE, torch=variational_linear_attention_step_torch, held=("K",))
 def variational_linear_attention_step(
     q: Tensor,
     k: Tensor,
@@ -105,7 +100,6 @@ def variational_linear_attention_step(
     u: Tensor | None = None,
     *,
     state: VariationalState,
-    lambda0: float = 0.1,
     refresh_period: int | None = 20,
     refresh: float = 1e-3,
     eps: float = 1e-4,
@@ -116,9 +110,5 @@ def variational_linear_attention_step(
 ) -> tuple[Tensor, VariationalState]:
     """One token of `variational_linear_attention`: q, k, u [B, H, K]; v [B, H, V]; state (S, A, z, steps).
 
-    Returns o [B, H, V] in v's dtype and the next state, in the state's own dtype. `lambda0` is ignored, because the
-    state is given.
-
-    Raises ValueError for tensors that do not fit and for a backend that cannot run them: the triton backend has no
-    gradient.
+    Returns o [B, H, V] in v's dtype and the next state, in the state's own dtype.
     """

@@ -4,6 +4,7 @@ A pass of recursive least squares finds α_t = A_t k̂_t, the delta rule writes 
 the keys normalises. The gradient is that of the parts.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,5 +48,5 @@ def variational_linear_attention_chunk(
             o = o / (sums * q).sum(-1, keepdim=True).clamp_min(eps)
         return o, (memory, inverse[0], sums[:, -1].clone(), inverse[1])
 
-    first = first_state(k, v, lambda0)
+    first = partial(first_state, k=k, v=v, lambda0=lambda0)
     return run_recurrence(core, (q, k, v, u, count), state_shape=first, output_dtype=v.dtype, unpack=run_padded, **call)

@@ -57,34 +57,24 @@ def _step(
 
 
 @custom_op("variational_linear_attention_step", results_like(2, 4, 5, 6, 7))
-def variational_linear_attention_step(
+def variational_linear_attention_step_triton(
     q: Tensor, k: Tensor, v: Tensor, u: Tensor | None, S: Tensor, A: Tensor, z: Tensor, steps: Tensor,
-    refresh_period: int, refresh: float, eps: float, normalize_key: bool, normalize_alpha: bool, normalizer: bool,
+    refresh_period: int | None, refresh: float, eps: float, normalize_key: bool, normalize_alpha: bool,
+    normalizer: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns o [B, H, V] in v's dtype, the next S, A and z in float32, and the next steps."""
     q, k, v, S, z = channels_adjacent(q), channels_adjacent(k), channels_adjacent(v), S.contiguous(), z.contiguous()
+    period = 0 if u is None else refresh_period or 0
     alpha, A_after, steps_after = update_inverse(
-        k, u, A, steps, refresh_period, refresh, unit=normalize_key, dtype=torch.float32
+        k, u, A, steps, period, refresh, unit=normalize_key, dtype=torch.float32
     )
     batch, heads, key_dim, value_dim = S.shape
     output, S_after, z_after = v.new_empty(v.shape), torch.empty_like(S), torch.empty_like(z)
     tile = column_tile(key_dim, value_dim)
     find_launch(
         _step, q.device, batch * heads * cdiv(value_dim, tile.columns),
-        (eps, heads, *strides(q), *strides(k), *strides(v)),
+        (float(eps), heads, *strides(q), *strides(k), *strides(v)),
         K=key_dim, V=value_dim, UNIT_KEY=normalize_key, UNIT_ALPHA=normalize_alpha, NORMALIZER=normalizer,
         BLOCK_K=tile.rows, BLOCK_V=tile.columns, **launch_options(tile.warps),
     )(q, k, v, alpha, S, z, output, S_after, z_after)  # fmt: skip
     return output, S_after, A_after, z_after, steps_after
-
-
-def variational_linear_attention_step_triton(
-    q: Tensor, k: Tensor, v: Tensor, u: Tensor | None, *, state: tuple[Tensor, Tensor, Tensor, Tensor],
-    refresh_period: int | None, refresh: float, eps: float, normalize_key: bool, normalize_alpha: bool,
-    normalizer: bool,
-) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:  # fmt: skip
-    """`variational_linear_attention_step` in Triton kernels."""
-    period = 0 if u is None else refresh_period or 0
-    constants = float(refresh), float(eps), normalize_key, normalize_alpha, normalizer
-    o, *after = variational_linear_attention_step(q, k, v, u, *state, period, *constants)
-    return o, tuple(after)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from longseq.blocks.precision import product_dtype
-from longseq.kernels.once_differentiable import once_differentiable
+from longseq.kernels.custom_op import once_differentiable
 from longseq.kernels.precision import compute_dtype
 from longseq.kernels.token_loss import token_loss
 

@@ -11,7 +11,7 @@ from typing_extensions import Self
 from longseq.arguments import takes_also
 from longseq.blocks.pairs import repeat_rows
 from longseq.kernels import cumulative_softmax, cumulative_softmax_step
-from longseq.kernels.cumulative_softmax import NOTHING
+from longseq.kernels.cumulative_softmax.reference import NOTHING
 from longseq.mixers.base import Device, ScanOptions
 from longseq.mixers.registry import register
 from longseq.mixers.slots import SlotMixer, SlotState

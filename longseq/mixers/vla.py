@@ -125,7 +125,7 @@ class VLA(Mixer[VLAState]):
         q, k, v, u = self._features(projected)
         call = {**self._options, **self.call_options(options), "mask": options.mask}
         earlier = None if state is None else state[1:]
-        o, memory = variational_linear_attention(q, k, v, u, initial_state=earlier, **call)
+        o, memory = variational_linear_attention(q, k, v, u, lambda0=self.lambda0, initial_state=earlier, **call)
         return o.flatten(-2), VLAState(convolution, *required(memory)) if options.output_final_state else None
 
     def scan_pair(self, backward: Self, projected: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -138,7 +138,7 @@ class VLA(Mixer[VLAState]):
             q, k, v = (x.flatten(0, 1) for x in (q, k, v))
         u = None if u is None else u.flatten(0, 1)
         options = {**self._options, "mask": repeat_rows(mask), "reverse": "second_half", "backend": self.backend}
-        o, _ = variational_linear_attention(q, k, v, u, **options)
+        o, _ = variational_linear_attention(q, k, v, u, lambda0=self.lambda0, **options)
         return o.unflatten(0, (2, -1)).sum(0).flatten(-2)
 
     def scan_step(self, projected: Tensor, state: VLAState) -> tuple[Tensor, VLAState]:
@@ -161,7 +161,7 @@ class VLA(Mixer[VLAState]):
     @property
     def _options(self) -> dict[str, Any]:
         """The options of the operation, for sequences and for one token."""
-        names = ("lambda0", "refresh_period", "refresh", "eps", "normalize_key", "normalize_alpha", "normalizer")
+        names = ("refresh_period", "refresh", "eps", "normalize_key", "normalize_alpha", "normalizer")
         return {name: getattr(self, name) for name in names}
 
     def _features(

@@ -267,7 +267,7 @@ def test_a_rate_of_minus_infinity_forgets_in_all_tokens_with_a_step(backend):
     plain = make_inputs("selective_scan", tokens=11, segments=4)
     delta = plain.sequences["delta"].index_fill(1, torch.tensor([10]), 0)
     inputs = plain.replace({"A": torch.full_like(plain.parameters["A"], -torch.inf), "delta": delta})
-    options = {"cu_seqlens": torch.tensor([0, 3, 3, 7, 11]), "chunk_size": 4, "backend": backend}
+    options = {"cu_seqlens": torch.tensor([0, 3, 3, 7, 11]), "backend": backend}
     writes = ((delta * inputs.sequences["x"]).unsqueeze(-1) * inputs.sequences["B"].unsqueeze(-2))[0]
     found = gradients(inputs, **options)
     expected = torch.stack((writes[2], plain.initial_state[1], writes[6], writes[9]))

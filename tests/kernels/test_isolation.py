@@ -154,13 +154,14 @@ def test_rows_of_short_delta_rules_without_gradients_are_apart(interpreted, vari
             assert not torch.equal(actual[0], expected[0])
 
 
-@pytest.mark.parametrize("op", [op for op in list_ops() if takes_chunk_size(op)])
+@pytest.mark.parametrize("op", [op for op in list_ops() if takes_chunk_size(op) or op.endswith("_scan")])
 def test_no_token_reaches_an_earlier_chunk(op):
     inputs, chunk, token = make_inputs(op, batch=1, tokens=64, dtype=torch.float32), 16, 40
-    expected, _ = inputs.run(backend="torch", chunk_size=chunk)
+    options = {"backend": "torch", **({"chunk_size": chunk} if takes_chunk_size(op) else {})}
+    expected, _ = inputs.run(**options)
     for size in (1e-8, 1e8, math.inf, math.nan):
         spoiled = {name: spoil_token(x, token, size) for name, x in inputs.sequences.items()}
-        output, _ = inputs.replace(spoiled).run(backend="torch", chunk_size=chunk)
+        output, _ = inputs.replace(spoiled).run(**options)
         before = token if math.isfinite(size) else token // chunk * chunk
         assert torch.equal(output[:, :before], expected[:, :before]), size
 
