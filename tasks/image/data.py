@@ -86,7 +86,7 @@ class ImageDataModule(TaskData):
         super().__init__(keys, batch_size=batch_size, seed=seed)
         self.root = None if keys.root is None else os.path.expanduser(keys.root)
         self.take_recipe({"recipe": {"augment": augment or {}}}, batch_size)
-        self._unreadable: dict[str, str] = {}  # the reason by path
+        self.unreadable = set[str]()  # the images that this process could not read so far
         self.splits: Splits | None = None  # None for a stream, and before `setup`
 
     @classmethod
@@ -129,11 +129,6 @@ class ImageDataModule(TaskData):
             datamodule._refuse_trained_images(own, split)
         datamodule._info = _adopt_classes(datamodule.info, trained, numbers)
         return datamodule
-
-    @property
-    def unreadable(self) -> list[str]:
-        """Paths of the images that this process could not read so far."""
-        return list(self._unreadable)
 
     @property
     def registered_parts(self) -> list[Any]:
@@ -355,13 +350,13 @@ class ImageDataModule(TaskData):
         return options
 
     def _record(self, failures: list[Failure]) -> None:
-        """Record and log the unreadable images of a batch; ValueError for a wrong label, or with on_error=raise."""
+        """Warn of the unreadable images of a batch; ValueError for a wrong label, or with on_error=raise."""
         for path, reason, stops in failures:
             if stops or self.keys.on_error == "raise":
                 raise ValueError(f"{path}: {reason}")
-            if path not in self._unreadable:
-                self._unreadable[path] = reason
-                if len(self._unreadable) <= _REPORTED_PATHS:
+            if path not in self.unreadable:
+                self.unreadable.add(path)
+                if len(self.unreadable) <= _REPORTED_PATHS:
                     _log.warning("skipped unreadable image %s (%s)", path, reason)
 
 

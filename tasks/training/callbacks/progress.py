@@ -1,4 +1,4 @@
-"""What a run prints: its progress, as a bar in a terminal and as lines for logs, and the samples that it skipped."""
+"""The progress of a run, as a bar in a terminal and as lines for logs."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ import logging
 import sys
 import time
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
-import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.trainer.states import TrainerFn
 
 from longseq.tasks.data.loader import count_units
-from longseq.tasks.training.system import peak_memory, write_text
+from longseq.tasks.training.system import peak_memory
 
 _log = logging.getLogger(__name__)
 
@@ -111,26 +109,3 @@ class TrainingProgress(RichProgressBar):
 def _read(trainer: Trainer, *names: str) -> dict[str, float]:
     metrics = trainer.callback_metrics
     return {name: float(metrics[name]) for name in names if name in metrics}
-
-
-class UnreadableSamples(Callback):
-    """Prints, after the test, how many samples were skipped as unreadable, and the first `max_paths` of them.
-
-    `folder/unreadable.txt` lists them all, one path per line. `unit` names the samples.
-    """
-
-    def __init__(self, max_paths: int = 10, folder: str | None = None, unit: str = "samples") -> None:
-        self.max_paths, self.unit = max_paths, unit
-        self.path = None if folder is None else Path(folder) / "unreadable.txt"
-
-    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
-        parts = [list(datamodule.unreadable)] * trainer.world_size
-        if trainer.world_size > 1:
-            torch.distributed.all_gather_object(parts, parts[0])
-        found = sorted({path for part in parts for path in part})
-        if found and trainer.is_global_zero:
-            shown = [*found[: self.max_paths], *["..."] * (len(found) > self.max_paths)]
-            print(f"skipped unreadable {self.unit}: {len(found)} ({', '.join(shown)})", flush=True)
-            if self.path is not None:
-                write_text(self.path, "".join(f"{path}\n" for path in found))
