@@ -197,16 +197,6 @@ class EncodedImages(NamedTuple):
     values: Tensor
 
 
-def read_encoded(source: Any, index: int) -> tuple[EncodedFile, Any]:
-    """The file of an image of a source, and its class."""
-    if not hasattr(source, "read_file"):
-        image, target = source.read(index)
-        return _as_pixels(image), target
-    data, target = source.read_file(index)
-    size = find_jpeg_size(data)
-    return (_as_pixels(decode(io.BytesIO(data))) if size is None else EncodedFile(data, size, True)), target
-
-
 def _as_pixels(image: Image.Image) -> EncodedFile:
     return EncodedFile(image.convert("RGB").tobytes(), (image.height, image.width), False)
 
@@ -214,11 +204,18 @@ def _as_pixels(image: Image.Image) -> EncodedFile:
 class EncodedTrainingBatches(TrainingBatches):
     """`TrainingBatches` that a `DeviceTransform` finishes: inputs are `EncodedImages`."""
 
-    read_source = staticmethod(read_encoded)
-
     def __init__(self, split: Split, draws: TrainingDraws, seed: int) -> None:
         super().__init__(split, draws, seed)
         self.size = draws.size
+
+    def read(self, index: int) -> tuple[EncodedFile, Any]:
+        source: Any = self.split.source
+        if not hasattr(source, "read_file"):
+            image, target = source.read(index)
+            return _as_pixels(image), target
+        data, target = source.read_file(index)
+        size = find_jpeg_size(data)
+        return (_as_pixels(decode(io.BytesIO(data))) if size is None else EncodedFile(data, size, True)), target
 
     def __getitem__(self, indices: list[SampleIndex]) -> Batch:
         failures: list[Failure] = []

@@ -16,20 +16,12 @@ from timm.data import create_dataset
 from timm.data.readers import create_reader
 from torch import Tensor
 from torch.utils.data import TensorDataset
-from torchvision import datasets as torchvision_datasets
 
 from longseq.tasks.data.labels import LabelError, number_of_class, rarest_labels, require_one_list
 from longseq.tasks.data.loader import IMAGES, TARGETS, find_entry
 from longseq.tasks.image.config import ImageDataKeys
 from longseq.tasks.image.decoding import decode, decoding, image_endings, in_eight_bits, upright
-from longseq.tasks.image.files import (
-    SPLIT_KEYS,
-    FileSource,
-    Layout,
-    Source,
-    class_numbers,
-    names_by_number,
-)
+from longseq.tasks.image.files import SPLIT_KEYS, FileSource, Layout, Source, class_numbers, names_by_number
 from longseq.tasks.training.targets import TARGET, build_own, is_named
 
 # Data sets of torchvision with the splits train and test. timm reads any unknown name as test.
@@ -94,9 +86,7 @@ class HubSource:
         """The contents of the image's file, and its class."""
         with decoding():  # a row may have no image
             stream, target = self.reader[index]
-        number = number_of_class(target, self.label)
-        if not 0 <= number < self.num_classes:
-            raise LabelError(f"the label {number} is not among the classes 0 to {self.num_classes - 1}")
+        number = number_of_class(target, self.label, self.num_classes)
         with stream:
             return stream.read(), number
 
@@ -145,8 +135,7 @@ class DatasetSource:
         return as_image(image), label
 
     def path(self, index: int) -> str:
-        folder = isinstance(self.dataset, torchvision_datasets.DatasetFolder)
-        return str(self.dataset.samples[index][0]) if folder else f"{self.label}#{index}"
+        return f"{self.label}#{index}"
 
     def targets(self) -> np.ndarray | None:
         return self._targets
@@ -157,12 +146,7 @@ class DatasetSource:
             if values.shape != (self.num_classes,) or not np.isin(values, (0, 1)).all():
                 raise LabelError(f"its labels must be {self.num_classes} numbers, each 0 or 1")
             return values.astype(np.float32)
-        if values.size != 1 or not np.issubdtype(values.dtype, np.integer):
-            raise LabelError(f"its label {target!r} must be the number of a class")
-        number = int(values.reshape(()))
-        if not 0 <= number < self.num_classes:
-            raise LabelError(f"its label {number} is not among the classes 0 to {self.num_classes - 1}")
-        return number
+        return number_of_class(values.item() if values.size == 1 else target, self.label, self.num_classes)
 
 
 def as_image(image: Any) -> Image.Image:
