@@ -15,14 +15,15 @@ from PIL import Image
 from timm.data import create_dataset
 from timm.data.readers import create_reader
 from torch import Tensor
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
+from longseq.plugins import find_class
 from longseq.tasks.data.labels import LabelError, number_of_class, rarest_labels, require_one_list
 from longseq.tasks.data.loader import IMAGES, TARGETS, find_entry
 from longseq.tasks.image.config import ImageDataKeys
 from longseq.tasks.image.decoding import decode, decoding, image_endings, in_eight_bits, upright
 from longseq.tasks.image.files import SPLIT_KEYS, FileSource, Layout, Source, class_numbers, names_by_number
-from longseq.tasks.training.targets import TARGET, build_own, is_named
+from longseq.tasks.training.targets import TARGET
 
 # Data sets of torchvision with the splits train and test. timm reads any unknown name as test.
 _TWO_PARTS = ("cifar10", "cifar100", "fashion_mnist", "kmnist", "mnist", "qmnist")
@@ -237,11 +238,12 @@ class OwnLayout(Layout):
         self.names = {kind: kind for kind in _SETS}
 
     def find(self, kind: str, name: str) -> str | None:
-        return _SETS[kind] if kind == "train" or is_named(getattr(self.keys, _SETS[kind])) else None
+        return _SETS[kind] if kind == "train" or getattr(self.keys, _SETS[kind]) else None
 
     def open(self, part: str, class_names: Sequence[str] | None = None) -> DatasetSource:
         node, keys = getattr(self.keys, part), self.keys
-        dataset = build_own(node, f"data.{part}")
+        cls: Any = find_class(node[TARGET], Dataset, f"data.{part}.{TARGET}")
+        dataset = cls(**{name: value for name, value in node.items() if name != TARGET})
         return DatasetSource(dataset, str(node[TARGET]), num_classes=keys.num_classes, multi_label=keys.multi_label)
 
 

@@ -134,14 +134,10 @@ class NonFiniteStop(Callback):
         if updated(trainer, batch_idx) and trainer.global_step % self.every_n_steps == 0:
             self.check()
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_save_checkpoint(self, *_: Any) -> None:
         self.check()
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        self.check()
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._parameters = []
+    on_train_epoch_end = on_save_checkpoint
 
     def check(self) -> None:
         """Raise NonFiniteError if an update was bad in any process. Waits for the device and the other processes."""
