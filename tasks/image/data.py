@@ -326,19 +326,12 @@ class ImageDataModule(TaskData):
         return {stage: max(one.num_samples, 0) or None for stage, one in zip(stages, readers, strict=True)}, names[0]
 
     def _stream_loader(self, kind: str, transform: Any) -> StreamLoader:
-        rank, world_size, _ = find_place(self.trainer)
-        training, stream, options = kind == "train", self._stream(kind), self.loader_options()
+        place, training = find_place(self.trainer), kind == "train"
+        stream, options = self._stream(kind), self.loader_options()
         shards = stream.reader.shards  # a worker reads whole shards
-        options["num_workers"] = min(options["num_workers"], max(1, shards // world_size) if training else shards)
-        batches = StreamBatches(
-            stream,
-            transform,
-            batch_size=self.batch_size if training else self.eval_batch_size,
-            training=training,
-            seed=self.seed,
-            rank=rank,
-            world_size=world_size,
-        )
+        options["num_workers"] = min(options["num_workers"], max(1, shards // place.world_size) if training else shards)
+        size = self.batch_size if training else self.eval_batch_size
+        batches = StreamBatches(stream, transform, place, batch_size=size, training=training, seed=self.seed)
         epoch = lambda: self.trainer.current_epoch if self.trainer else 0  # noqa: E731
         return StreamLoader(batches, **options, epoch=epoch)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from longseq.tasks.data.labels import LabelError, number_of_class
-from longseq.tasks.data.loader import UNREADABLE, Batch, BatchLoader, Failure
+from longseq.tasks.data.loader import UNREADABLE, Batch, BatchLoader, Failure, Place
 from longseq.tasks.data.sampler import SampleIndex, derive_seed
 from longseq.tasks.image.config import DataInfo
 from longseq.tasks.image.decoding import first_line
@@ -96,18 +96,10 @@ class StreamBatches(IterableDataset[Batch]):
     """
 
     def __init__(
-        self,
-        dataset: Any,
-        transform: Callable[[Image.Image], Tensor],
-        *,
-        batch_size: int,
-        training: bool,
-        seed: int,
-        rank: int,
-        world_size: int,
+        self, dataset: Any, transform: Any, place: Place, *, batch_size: int, training: bool, seed: int
     ) -> None:
-        self.dataset, self.transform, self.batch_size = dataset, transform, batch_size
-        self.training, self.seed, self.rank, self.world_size = training, seed, rank, world_size
+        self.dataset, self.transform, self.place = dataset, transform, place
+        self.batch_size, self.training, self.seed = batch_size, training, seed
         self._epoch = SharedCount()
         if not training:
             dataset.reader.dist_rank, dataset.reader.dist_num_replicas = 0, 1
@@ -121,9 +113,9 @@ class StreamBatches(IterableDataset[Batch]):
         images: list[Tensor] = []
         targets: list[int] = []
         worker = get_worker_info()
-        key = (self.seed, self._epoch.value, self.rank, worker.id if worker else 0)
+        key = (self.seed, self._epoch.value, self.place.rank, worker.id if worker else 0)
         for count, (image, target) in enumerate(self.dataset):
-            if not self.training and count % self.world_size != self.rank:
+            if not self.training and count % self.place.world_size != self.place.rank:
                 continue
             with isolate_rng(include_cuda=False):
                 seed_everything(derive_seed(*key, count))

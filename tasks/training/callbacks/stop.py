@@ -118,7 +118,7 @@ class StopTogether(Callback):
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.world_size > 1:
-            self._agree(trainer)
+            self._agree(self._ask())
         elif trainer.received_sigterm:
             raise SIGTERMException
 
@@ -127,26 +127,26 @@ class StopTogether(Callback):
     ) -> None:
         batches = (trainer.num_test_batches if trainer.testing else trainer.num_val_batches)[dataloader_idx]
         if trainer.world_size > 1 and batch_idx % 10 == 0 and isinstance(batches, int):
-            self._agree(trainer)
+            self._agree(self._ask())
 
     on_test_batch_start = on_validation_batch_start
 
     def _record(self, *_: Any) -> None:
         self._signalled = True
 
-    def _agree(self, trainer: Trainer) -> None:
-        if trainer.strategy.reduce_boolean_decision(self._signalled, all=False):
-            self._stop()
-
     def _agree_late(self) -> None:
-        before, answer = self._asked, torch.tensor(int(self._signalled))
-        most = torch.distributed.ReduceOp.MAX
-        self._asked = answer, torch.distributed.all_reduce(answer, most, self._processes, async_op=True)
+        before, self._asked = self._asked, self._ask()
         if before is not None:
-            before[1].wait()
-            if before[0]:
-                self._stop()
+            self._agree(before)
 
-    def _stop(self) -> None:
-        self._signalled = False  # not before: a signal in the last batch of a training ends the test that follows
-        raise SIGTERMException
+    def _ask(self) -> tuple[torch.Tensor, Any]:
+        answer = torch.tensor(int(self._signalled))
+        most = torch.distributed.ReduceOp.MAX
+        return answer, torch.distributed.all_reduce(answer, most, self._processes, async_op=True)
+
+    def _agree(self, asked: tuple[torch.Tensor, Any]) -> None:
+        answer, communication = asked
+        communication.wait()
+        if answer:
+            self._signalled = False  # not before: a signal in the last batch of a training ends the test that follows
+            raise SIGTERMException

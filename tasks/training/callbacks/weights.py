@@ -134,7 +134,7 @@ class NonFiniteStop(Callback):
         if updated(trainer, batch_idx) and trainer.global_step % self.every_n_steps == 0:
             self.check()
 
-    def on_save_checkpoint(self, *_: Any) -> None:
+    def on_save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         self.check()
 
     on_train_epoch_end = on_save_checkpoint
