@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from longseq.plugin_models import TARGET
 from longseq.tasks.config import ClassifierGroup, Count, Keys, OpenKeys, Positive, Share, TaskKeys, key
 from longseq.tasks.data.info import Info
 from longseq.tasks.data.labels import ClassWeights, Sampling, check_label_keys
@@ -202,8 +203,6 @@ class ImageKeys(TaskKeys):
 
         Before the data is open, 1,000 images are assumed. ValueError for a stream of unknown length.
         """
-        from longseq.plugin_models import TARGET  # imports timm, which takes seconds
-
         images = 1_000 if info is None else info.sizes.get("train")
         recipe, model = config["recipe"], config["model"]
         if images is None:

@@ -13,6 +13,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
+import torch
 from filelock import FileLock, Timeout
 from omegaconf import DictConfig, OmegaConf
 
@@ -173,8 +174,6 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 def contents_of(checkpoint: Path) -> dict[str, Any]:
     """The content of a checkpoint, read without unpickling code."""
-    import torch  # the resolvers of this module, which `--help` needs, do without it
-
     content: dict[str, Any] = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
     return content
 
