@@ -30,9 +30,8 @@ Names = Annotated[list[str], Field(min_length=1)]
 Part = Annotated[float, Field(ge=0, le=1)]
 Span = Annotated[tuple[Positive, Positive], Field(strict=False)]  # the smallest and the largest value
 
-# The source for Datasets of the user, and the keys that name them.
+# The source for Datasets of the user.
 OWN = "own"
-OWN_KEYS = ("train_set", "val_set", "test_set")
 # The keys for the labels of folders and tables.
 LABEL_KEYS = ("class_map", "file_column", "label_column", "label_delimiter")
 

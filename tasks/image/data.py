@@ -20,7 +20,7 @@ from longseq.tasks.data.labels import count_classes, find_weights, name_some, ra
 from longseq.tasks.data.loader import Batch, BatchLoader, Failure, TrainingLoader, find_place, work_ahead
 from longseq.tasks.data.module import TaskData, same_root
 from longseq.tasks.data.sampler import EvaluationSampler, TrainingSampler
-from longseq.tasks.image.config import LABEL_KEYS, OWN, OWN_KEYS, Augmentation, DataInfo, ImageDataKeys
+from longseq.tasks.image.config import LABEL_KEYS, OWN, Augmentation, DataInfo, ImageDataKeys
 from longseq.tasks.image.datasets import EvaluationBatches, StreamBatches, StreamLoader, TrainingBatches
 from longseq.tasks.image.device import DeviceTransform, EncodedTrainingBatches, TrainingDraws
 from longseq.tasks.image.files import (
@@ -56,7 +56,7 @@ DIGITS = "digits"
 # Values of keys that matter only in training.
 _EVALUATED = {"class_weights": "none", "sampling": None}
 
-_LAYOUTS: Mapping[str, type[Layout] | None] = {
+_LAYOUTS: Mapping[str, type[Layout]] = {
     "folder": FolderLayout,
     "csv": TableLayout,
     OWN: OwnLayout,
@@ -97,10 +97,8 @@ class ImageDataModule(TaskData):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], batch_size: int) -> Self:
-        keys = read(ImageDataKeys, config["data"], "data")
-        datamodule = cls(keys, batch_size=batch_size, seed=config["seed"], augment=config["recipe"]["augment"])
-        datamodule.prepare_data()
-        datamodule.setup()
+        datamodule = super().from_config(config, batch_size)
+        datamodule.take_recipe(config, batch_size)
         return datamodule
 
     def take_recipe(self, config: Mapping[str, Any], batch_size: int) -> None:
@@ -116,8 +114,7 @@ class ImageDataModule(TaskData):
         own = dict(config.get("data") or trained.to_keys())
         source = changes.get("source", own.get("source"))
         same_source = source == own.get("source")
-        dropped = (() if source == OWN else OWN_KEYS) + (() if same_source else LABEL_KEYS)
-        own = {key: value for key, value in own.items() if key not in dropped}
+        own = {key: value for key, value in own.items() if same_source or key not in LABEL_KEYS}
         measured = {**own, **changes, **_EVALUATED}
         numbers = class_numbers(changes.get("class_map"))
         keys = read(ImageDataKeys, measured, "data")
@@ -143,8 +140,8 @@ class ImageDataModule(TaskData):
         return len(self.train_dataloader())
 
     def prepare_data(self) -> None:
-        """Download the data if data.download=true, in one process of each machine."""
-        if self.keys.download and os.environ.get("LOCAL_RANK", "0") == "0" and not is_stream(self.keys.source):
+        """Download the data if data.download=true; Lightning calls this in one process of each machine."""
+        if self.keys.download and not is_stream(self.keys.source):
             self.splits = self.splits or self._open_splits()
 
     def setup(self, stage: str | None = None) -> None:
@@ -179,7 +176,6 @@ class ImageDataModule(TaskData):
         layout = self._layout()
         source = None if layout is None else layout.open_held_out(STAGES[split], class_names, foreign=foreign)
         if source is None:  # they are a part of the training images
-            self.prepare_data()
             self.setup()
             return
         measured = Split.whole(source)
@@ -283,8 +279,6 @@ class ImageDataModule(TaskData):
         else:
             trainer: Any = self.trainer
             device = trainer.strategy.root_device if trainer else torch.device("cuda", torch.cuda.current_device())
-            if device.type != "cuda":
-                raise ValueError("data.decode=gpu needs a CUDA device")
             batches = EncodedTrainingBatches(split, TrainingDraws(self.info, self.augmentation), self.seed)
             work = DeviceTransform(split, self.info, self.augmentation, device, seed=self.seed)
             options["finish"] = partial(_finish, work, device, self.loader_options()["num_workers"])
