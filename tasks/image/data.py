@@ -45,6 +45,7 @@ from longseq.tasks.image.sources import (
     split_off,
 )
 from longseq.tasks.image.transforms import evaluation_transform, normalize, training_transform
+from longseq.tasks.report import EACH
 from longseq.tasks.training.system import usable_cores
 
 _log = logging.getLogger(__name__)
@@ -344,7 +345,7 @@ class ImageDataModule(TaskData):
             if path not in self.unreadable:
                 self.unreadable.add(path)
                 if len(self.unreadable) <= _REPORTED_PATHS:
-                    _log.warning("skipped unreadable image %s (%s)", path, reason)
+                    _log.warning("skipped unreadable image %s (%s)", path, reason, extra=EACH)
 
 
 def _finish(work: DeviceTransform, device: torch.device, num_workers: int, batches: Iterator[Batch]) -> Iterator[Batch]:
