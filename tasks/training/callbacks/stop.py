@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,22 +91,20 @@ class StopTogether(Callback):
 
     SLURM's SIGUSR1 before the end of a job's time does the same. Lightning 2.6 calls a collective operation in its
     signal handler, which can hang, and its agreement before each batch waits for the GPU. Here the handler only records
-    the signal. The processes agree before each training batch (by a message between the CPUs, which nothing waits for:
-    they stop one batch later), before each validation, and before every tenth batch of an evaluation, except streams,
-    where processes have different numbers of batches. A single process stops as in Lightning, and before a validation.
+    the signal. The processes agree before each training batch (and stop one batch later, which keeps the GPU busy),
+    before each validation, and before every tenth batch of an evaluation, except streams, where processes have
+    different numbers of batches. A single process stops as in Lightning, and before a validation.
     """
 
     def __init__(self) -> None:
         self._signalled = False
-        self._processes: Any = None  # a group that communicates between CPUs
-        self._asked: Any = None  # whether any process was signalled, and the communication that finds it
+        self._asked: _Answer | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if trainer.world_size > 1:
-            self._processes = self._processes or torch.distributed.new_group(backend="gloo")
             self._asked = None
             # The only private attribute of Lightning that longseq uses: it would wait for the GPU at each batch.
-            trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = self._agree_late  # type: ignore[method-assign]
+            trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = partial(self._agree_late, trainer)  # type: ignore[method-assign]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Replace Lightning's signal handlers, which it restores after the stage."""
@@ -118,7 +117,7 @@ class StopTogether(Callback):
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.world_size > 1:
-            self._agree(self._ask())
+            self._agree(trainer)
         elif trainer.received_sigterm:
             raise SIGTERMException
 
@@ -127,26 +126,42 @@ class StopTogether(Callback):
     ) -> None:
         batches = (trainer.num_test_batches if trainer.testing else trainer.num_val_batches)[dataloader_idx]
         if trainer.world_size > 1 and batch_idx % 10 == 0 and isinstance(batches, int):
-            self._agree(self._ask())
+            self._agree(trainer)
 
     on_test_batch_start = on_validation_batch_start
 
     def _record(self, *_: Any) -> None:
         self._signalled = True
 
-    def _agree_late(self) -> None:
-        before, self._asked = self._asked, self._ask()
-        if before is not None:
-            self._agree(before)
+    def _agree(self, trainer: Trainer) -> None:
+        if trainer.strategy.reduce_boolean_decision(self._signalled, all=False):
+            self._stop()
 
-    def _ask(self) -> tuple[torch.Tensor, Any]:
-        answer = torch.tensor(int(self._signalled))
-        most = torch.distributed.ReduceOp.MAX
-        return answer, torch.distributed.all_reduce(answer, most, self._processes, async_op=True)
+    def _agree_late(self, trainer: Trainer) -> None:
+        before, self._asked = self._asked, _Answer(self._signalled, trainer.strategy.root_device)
+        if before is not None and before.read():
+            self._stop()
 
-    def _agree(self, asked: tuple[torch.Tensor, Any]) -> None:
-        answer, communication = asked
-        communication.wait()
-        if answer:
-            self._signalled = False  # not before: a signal in the last batch of a training ends the test that follows
-            raise SIGTERMException
+    def _stop(self) -> None:
+        self._signalled = False  # not before: a signal in the last batch of a training ends the test that follows
+        raise SIGTERMException
+
+
+class _Answer:
+    """Whether any process received a signal. All processes ask; asking does not wait for a GPU's work."""
+
+    def __init__(self, signalled: bool, device: torch.device) -> None:
+        answer = torch.full((1,), int(signalled), dtype=torch.int32, device=device)
+        torch.distributed.all_reduce(answer, torch.distributed.ReduceOp.MAX)
+        self._answer = answer
+        self._ready: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._answer = torch.empty((1,), dtype=torch.int32, pin_memory=True)
+            self._answer.copy_(answer, non_blocking=True)
+            self._ready = torch.cuda.Event()
+            self._ready.record(torch.cuda.current_stream(device))
+
+    def read(self) -> bool:
+        if self._ready is not None:
+            self._ready.synchronize()
+        return bool(self._answer.item())
