@@ -65,7 +65,7 @@ class ImageDataKeys(Keys):
     class_weights: ClassWeights = key("none", "balanced, a list, or {NAME: NUMBER}: weights of classes in the loss")
     sampling: Sampling = key(None, "balanced: an epoch draws each class equally often")
     multi_label: bool = key(False, "true: an image has any number of labels")
-    file_column: str | None = key(None, "of source=csv; null: file_name")
+    file_column: str = key("file_name", "of source=csv: the column of paths; the default is Hugging Face's")
     label_column: str | Names | None = key(None, "null: label; or for several labels a list of columns of 1 and 0")
     label_delimiter: str | None = key(None, "what separates several labels in a cell")
     train_set: Set = key(None, "of source=own: {_target_: my_module.MyDataset, OPTION: VALUE}")

@@ -60,7 +60,7 @@ class TrainingBatches(Dataset[Batch]):
 
     def _read(self, index: SampleIndex, failures: list[Failure]) -> tuple[Any, Any]:
         for attempt in range(REPLACEMENTS):
-            position = replace_position(self.seed, index, attempt, len(self.split)) if attempt else index.position
+            position = derive_seed(self.seed, *index, attempt) % len(self.split) if attempt else index.position
             result = read_or_failure(self.split, position, self.read)
             if not isinstance(result, Failure):
                 return result
@@ -180,11 +180,6 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002 - timm's transforms draw from the global generator
     torch.default_generator.manual_seed(seed)
-
-
-def replace_position(seed: int, index: SampleIndex, attempt: int, count: int) -> int:
-    """The position, below `count`, of the image that replaces an unreadable one at this attempt."""
-    return derive_seed(seed, *index, attempt) % count
 
 
 def read_or_failure(

@@ -29,9 +29,9 @@ from torchvision.transforms.functional import pil_to_tensor, rgb_to_grayscale
 from torchvision.transforms.v2.functional import equalize
 
 from longseq.tasks.data.loader import UNREADABLE, Batch, Failure
-from longseq.tasks.data.sampler import SampleIndex
+from longseq.tasks.data.sampler import SampleIndex, derive_seed
 from longseq.tasks.image.config import Augmentation, DataInfo
-from longseq.tasks.image.datasets import REPLACEMENTS, TrainingBatches, as_targets, read_or_failure, replace_position
+from longseq.tasks.image.datasets import REPLACEMENTS, TrainingBatches, as_targets, read_or_failure
 from longseq.tasks.image.decoding import decode, find_jpeg_size
 from longseq.tasks.image.sources import Split
 from longseq.tasks.image.transforms import list_operations, training_steps
@@ -385,7 +385,7 @@ class DeviceTransform:
         failures.append(Failure(path, "its pixels cannot be decoded"))
         height, width = encoded.files[file, 2:4].tolist()
         for attempt in range(1, REPLACEMENTS):
-            sample = read_or_failure(self.split, replace_position(self.seed, index, attempt, len(self.split)))
+            sample = read_or_failure(self.split, derive_seed(self.seed, *index, attempt) % len(self.split))
             if isinstance(sample, Failure):
                 failures.append(sample)
                 continue
