@@ -13,7 +13,6 @@ import numpy as np
 from longseq.tasks.circumstances import describe
 
 Row = Mapping[str, Any]
-SIDE_BY_SIDE = 0.3  # the width over which a plot spreads the rows of a column, in units of the column distance
 # Metrics of a run that are costs, with their headings.
 COSTS = {
     "parameters": "parameters",
@@ -178,7 +177,11 @@ def plot(results: Mapping[str, Any], path: Path) -> None:
         axes.barh(ordered, means, xerr=[known[name]["std"] or 0.0 for name in ordered])
         axes.set_xlabel(results["report"])
     else:
-        _draw_lines(axes, values)
+        for number, (name, listed) in enumerate(values.items()):
+            found = {place: value for place, value in enumerate(listed) if value is not None}
+            means = [value["mean"] for value in found.values()]
+            errors = [value["std"] or 0.0 for value in found.values()]
+            axes.errorbar(list(found), means, yerr=errors, label=name, capsize=2, **_style(number))
         axes.set_ylabel(results["report"])
         axes.set_xticks(range(len(shown)), [heading for heading, _, _ in shown], rotation=30, ha="right")
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small")
@@ -188,18 +191,9 @@ def plot(results: Mapping[str, Any], path: Path) -> None:
     figure.savefig(path)
 
 
-def _draw_lines(axes: Any, values: Mapping[str, Sequence[Row | None]]) -> None:
-    """Draw a line for each row; rows with standard deviations are shifted, so that their bars do not overlap."""
-    styles = ("-", "--", ":")
-    spread = any(value is not None and value["std"] for listed in values.values() for value in listed)
-    apart = SIDE_BY_SIDE / len(values) if spread else 0.0
-    for number, (name, listed) in enumerate(values.items()):
-        aside = apart * (number - (len(values) - 1) / 2)
-        places = [place + aside for place, value in enumerate(listed) if value is not None]
-        means = [value["mean"] for value in listed if value is not None]
-        errors = [value["std"] or 0.0 for value in listed if value is not None]
-        style = {"color": f"C{number % 10}", "linestyle": styles[number // 10 % 3], "marker": "o", "markersize": 4}
-        axes.errorbar(places, means, yerr=errors, label=name, capsize=2, **style)
+def _style(number: int) -> dict[str, Any]:
+    """The style of the line of a row: ten colours, then other dashes."""
+    return {"color": f"C{number % 10}", "linestyle": ("-", "--", ":")[number // 10 % 3], "marker": ".", "linewidth": 1}
 
 
 def read_curve(folder: Path, metric: str) -> list[tuple[int, float]]:
@@ -267,8 +261,7 @@ def plot_curves(results: Mapping[str, Any], path: Path) -> None:
         for number, entry in enumerate(results["costs"]):
             for seed, curve in enumerate(entry["curves"]):
                 name = entry["name"] if seed == 0 else None
-                style = {"color": f"C{number % 10}", "linestyle": ("-", "--", ":")[number // 10 % 3], "linewidth": 1}
-                axes.plot([one[place] for one in curve], [one[2] for one in curve], marker=".", label=name, **style)
+                axes.plot([one[place] for one in curve], [one[2] for one in curve], label=name, **_style(number))
         axes.set_xlabel(label)
         axes.grid(alpha=0.3)
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small")

@@ -15,7 +15,6 @@ from longseq.tasks.commands import Evaluate
 from longseq.tasks.config import read, read_part, spell
 from longseq.tasks.report import Report, print_rows, quiet_libraries, shorten
 from longseq.tasks.training import checkpoint as checkpoints
-from longseq.tasks.training.callbacks.progress import UnreadableSamples
 from longseq.tasks.training.configuration import resolve
 from longseq.tasks.training.system import write_text
 from longseq.tasks.training.trainer import build_trainer
@@ -42,8 +41,7 @@ def run(cfg: DictConfig) -> dict[str, float]:
     if options := task.model.load_options(trained, changes):
         loaded = checkpoints.load(checkpoint, weights=keys.weights, tasks=registry.names(), **options)
     output = Path(keys.output or _run_folder(checkpoint) / f"evaluation_{split}.json")
-    unreadable = UnreadableSamples(unit=loaded.config.get("task", {}).get("unit", "samples"))
-    trainer = build_trainer({**config, "output": output.parent}, [unreadable])
+    trainer = build_trainer({**config, "output": output.parent})
     datamodule = task.data.for_evaluation(
         loaded.config, changes, split=split, trained=trained, batch_size=EVALUATION_BATCH
     )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from longseq.tasks.config import TaskKeys, Train, read, unknown_key
 from longseq.tasks.training import automatic
+from longseq.tasks.training.recipe import device_batch_size, device_count
 from longseq.tasks.training.schedule import RunLength
 
 if TYPE_CHECKING:  # the table itself imports no task
@@ -94,8 +95,6 @@ def read_experiment(config: Mapping[str, Any], command: type[Train] = Train) -> 
 
     ValueError for an unknown key or an impossible value.
     """
-    from longseq.tasks.training.recipe import device_batch_size  # Lightning, which `--help` need not wait for
-
     task_keys = of(config).config
     if unread := [key for key in config if key not in command.model_fields]:
         raise ValueError(unknown_key(unread[0], list(command.model_fields)))
@@ -113,8 +112,6 @@ def choose(config: Mapping[str, Any], info: Any | None) -> tuple[dict[str, Any],
     """
     if not automatic.is_automatic(config):
         return dict(config), None
-    from longseq.tasks.training.recipe import device_count
-
     parts = device_count(config) * config["trainer"].get("accumulate_grad_batches", 1)
     chosen = automatic.settle(config, of(config).config.choose(config, info, parts))
     samples = "" if info is None else f" for {info.sizes['train']:,} {config['task']['unit']}"
@@ -131,8 +128,6 @@ def open_data(config: Mapping[str, Any]) -> tuple[dict[str, Any], TaskData, str 
 
     `recipe.learning_rate=find` stays.
     """
-    from longseq.tasks.training.recipe import device_batch_size
-
     ready = with_any_choice(config)
     datamodule = of(config).data.from_config(ready, device_batch_size(ready))
     chosen, reason = choose(config, datamodule.info)

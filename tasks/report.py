@@ -30,6 +30,7 @@ UNWANTED = (
     "The AccumulateGrad node's stream does not match.*",  # Lightning makes torch's DDP in a CUDA stream of its own
 )
 
+EACH = {"of_each_process": True}  # `extra` of a record that processes do not have in common
 _KERNELS = "longseq.kernels"  # the parent of the kernels' loggers
 
 _log = logging.getLogger(__name__)
@@ -94,7 +95,7 @@ def quiet_libraries() -> Iterator[None]:
 
 
 class _Lines(logging.Handler):
-    """Writes warnings, long steps and the kernels' reports to stderr, in the first process only."""
+    """Writes warnings, long steps and the kernels' reports of the first process to stderr, and with `EACH` of all."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -102,8 +103,9 @@ class _Lines(logging.Handler):
     def filter(self, record: logging.LogRecord) -> bool:
         return record.levelno >= logging.WARNING or record.name.startswith((f"{_KERNELS}.", __name__))
 
-    @rank_zero_only
     def emit(self, record: logging.LogRecord) -> None:
+        if getattr(rank_zero_only, "rank", 0) and not hasattr(record, "of_each_process"):
+            return
         kind = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
         print(f"longseq: {kind}{' '.join(record.getMessage().split())}", file=sys.stderr)
 

@@ -126,10 +126,12 @@ def rarest_labels(targets: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
     return np.where((targets > 0).any(1), frequency.argmin(1), -1).astype(np.int64)
 
 
-def number_of_class(target: Any, label: str) -> int:
-    """A label as the number of its class. LabelError for one that is not a whole number."""
+def number_of_class(target: Any, label: str, classes: int | None = None) -> int:
+    """A label as the number of its class. LabelError for one that is not a whole number, or not below `classes`."""
     if not isinstance(target, int | float | np.number) or not float(target).is_integer():
         raise LabelError(f"{label}: the label {target!r} must be the number of a class")
+    if classes is not None and not 0 <= target < classes:
+        raise LabelError(f"the label {int(target)} is not among the classes 0 to {classes - 1}")
     return int(target)
 
 

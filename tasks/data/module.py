@@ -206,11 +206,6 @@ class TaskData(LightningDataModule, ABC):
         """Functions and classes of this data that a plug-in may have registered; a checkpoint records their modules."""
         return []
 
-    @property
-    def unreadable(self) -> list[str]:
-        """Names of the samples that this process could not read so far."""
-        return []
-
 
 class SampleData(TaskData):
     """Batches of the data sets that `open` returns; their items are pairs (input, target) of tensors or numbers.

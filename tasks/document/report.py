@@ -13,7 +13,7 @@ from torchmetrics.utilities.data import dim_zero_cat
 
 from longseq.tasks.document.config import DocumentInfo
 from longseq.tasks.training import metrics
-from longseq.tasks.training.class_report import ClassReport
+from longseq.tasks.training.classifier import ClassReport
 
 
 class LabelCalibrationError(metrics.ClosedBins, BinaryCalibrationError):

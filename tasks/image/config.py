@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from longseq.plugin_models import TARGET
 from longseq.tasks.config import ClassifierGroup, Count, Keys, OpenKeys, Positive, Share, TaskKeys, key
 from longseq.tasks.data.info import Info
 from longseq.tasks.data.labels import ClassWeights, Sampling, check_label_keys
@@ -29,9 +30,8 @@ Names = Annotated[list[str], Field(min_length=1)]
 Part = Annotated[float, Field(ge=0, le=1)]
 Span = Annotated[tuple[Positive, Positive], Field(strict=False)]  # the smallest and the largest value
 
-# The source for Datasets of the user, and the keys that name them.
+# The source for Datasets of the user.
 OWN = "own"
-OWN_KEYS = ("train_set", "val_set", "test_set")
 # The keys for the labels of folders and tables.
 LABEL_KEYS = ("class_map", "file_column", "label_column", "label_delimiter")
 
@@ -65,7 +65,7 @@ class ImageDataKeys(Keys):
     class_weights: ClassWeights = key("none", "balanced, a list, or {NAME: NUMBER}: weights of classes in the loss")
     sampling: Sampling = key(None, "balanced: an epoch draws each class equally often")
     multi_label: bool = key(False, "true: an image has any number of labels")
-    file_column: str | None = key(None, "of source=csv; null: file_name")
+    file_column: str = key("file_name", "of source=csv: the column of paths; the default is Hugging Face's")
     label_column: str | Names | None = key(None, "null: label; or for several labels a list of columns of 1 and 0")
     label_delimiter: str | None = key(None, "what separates several labels in a cell")
     train_set: Set = key(None, "of source=own: {_target_: my_module.MyDataset, OPTION: VALUE}")
@@ -202,8 +202,6 @@ class ImageKeys(TaskKeys):
 
         Before the data is open, 1,000 images are assumed. ValueError for a stream of unknown length.
         """
-        from longseq.plugin_models import TARGET  # imports timm, which takes seconds
-
         images = 1_000 if info is None else info.sizes.get("train")
         recipe, model = config["recipe"], config["model"]
         if images is None:

@@ -20,7 +20,7 @@ from longseq.tasks.data.labels import count_classes, find_weights, name_some, ra
 from longseq.tasks.data.loader import Batch, BatchLoader, Failure, TrainingLoader, find_place, work_ahead
 from longseq.tasks.data.module import TaskData, same_root
 from longseq.tasks.data.sampler import EvaluationSampler, TrainingSampler
-from longseq.tasks.image.config import LABEL_KEYS, OWN, OWN_KEYS, Augmentation, DataInfo, ImageDataKeys
+from longseq.tasks.image.config import LABEL_KEYS, OWN, Augmentation, DataInfo, ImageDataKeys
 from longseq.tasks.image.datasets import EvaluationBatches, StreamBatches, StreamLoader, TrainingBatches
 from longseq.tasks.image.device import DeviceTransform, EncodedTrainingBatches, TrainingDraws
 from longseq.tasks.image.files import (
@@ -45,6 +45,7 @@ from longseq.tasks.image.sources import (
     split_off,
 )
 from longseq.tasks.image.transforms import evaluation_transform, normalize, training_transform
+from longseq.tasks.report import EACH
 from longseq.tasks.training.system import usable_cores
 
 _log = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ DIGITS = "digits"
 # Values of keys that matter only in training.
 _EVALUATED = {"class_weights": "none", "sampling": None}
 
-_LAYOUTS: Mapping[str, type[Layout] | None] = {
+_LAYOUTS: Mapping[str, type[Layout]] = {
     "folder": FolderLayout,
     "csv": TableLayout,
     OWN: OwnLayout,
@@ -86,7 +87,7 @@ class ImageDataModule(TaskData):
         super().__init__(keys, batch_size=batch_size, seed=seed)
         self.root = None if keys.root is None else os.path.expanduser(keys.root)
         self.take_recipe({"recipe": {"augment": augment or {}}}, batch_size)
-        self._unreadable: dict[str, str] = {}  # the reason by path
+        self.unreadable = set[str]()  # the images that this process could not read so far
         self.splits: Splits | None = None  # None for a stream, and before `setup`
 
     @classmethod
@@ -97,10 +98,8 @@ class ImageDataModule(TaskData):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], batch_size: int) -> Self:
-        keys = read(ImageDataKeys, config["data"], "data")
-        datamodule = cls(keys, batch_size=batch_size, seed=config["seed"], augment=config["recipe"]["augment"])
-        datamodule.prepare_data()
-        datamodule.setup()
+        datamodule = super().from_config(config, batch_size)
+        datamodule.take_recipe(config, batch_size)
         return datamodule
 
     def take_recipe(self, config: Mapping[str, Any], batch_size: int) -> None:
@@ -116,8 +115,7 @@ class ImageDataModule(TaskData):
         own = dict(config.get("data") or trained.to_keys())
         source = changes.get("source", own.get("source"))
         same_source = source == own.get("source")
-        dropped = (() if source == OWN else OWN_KEYS) + (() if same_source else LABEL_KEYS)
-        own = {key: value for key, value in own.items() if key not in dropped}
+        own = {key: value for key, value in own.items() if same_source or key not in LABEL_KEYS}
         measured = {**own, **changes, **_EVALUATED}
         numbers = class_numbers(changes.get("class_map"))
         keys = read(ImageDataKeys, measured, "data")
@@ -129,11 +127,6 @@ class ImageDataModule(TaskData):
             datamodule._refuse_trained_images(own, split)
         datamodule._info = _adopt_classes(datamodule.info, trained, numbers)
         return datamodule
-
-    @property
-    def unreadable(self) -> list[str]:
-        """Paths of the images that this process could not read so far."""
-        return list(self._unreadable)
 
     @property
     def registered_parts(self) -> list[Any]:
@@ -148,8 +141,8 @@ class ImageDataModule(TaskData):
         return len(self.train_dataloader())
 
     def prepare_data(self) -> None:
-        """Download the data if data.download=true, in one process of each machine."""
-        if self.keys.download and os.environ.get("LOCAL_RANK", "0") == "0" and not is_stream(self.keys.source):
+        """Download the data if data.download=true; Lightning calls this in one process of each machine."""
+        if self.keys.download and not is_stream(self.keys.source):
             self.splits = self.splits or self._open_splits()
 
     def setup(self, stage: str | None = None) -> None:
@@ -184,7 +177,6 @@ class ImageDataModule(TaskData):
         layout = self._layout()
         source = None if layout is None else layout.open_held_out(STAGES[split], class_names, foreign=foreign)
         if source is None:  # they are a part of the training images
-            self.prepare_data()
             self.setup()
             return
         measured = Split.whole(source)
@@ -288,8 +280,6 @@ class ImageDataModule(TaskData):
         else:
             trainer: Any = self.trainer
             device = trainer.strategy.root_device if trainer else torch.device("cuda", torch.cuda.current_device())
-            if device.type != "cuda":
-                raise ValueError("data.decode=gpu needs a CUDA device")
             batches = EncodedTrainingBatches(split, TrainingDraws(self.info, self.augmentation), self.seed)
             work = DeviceTransform(split, self.info, self.augmentation, device, seed=self.seed)
             options["finish"] = partial(_finish, work, device, self.loader_options()["num_workers"])
@@ -331,19 +321,12 @@ class ImageDataModule(TaskData):
         return {stage: max(one.num_samples, 0) or None for stage, one in zip(stages, readers, strict=True)}, names[0]
 
     def _stream_loader(self, kind: str, transform: Any) -> StreamLoader:
-        rank, world_size, _ = find_place(self.trainer)
-        training, stream, options = kind == "train", self._stream(kind), self.loader_options()
+        place, training = find_place(self.trainer), kind == "train"
+        stream, options = self._stream(kind), self.loader_options()
         shards = stream.reader.shards  # a worker reads whole shards
-        options["num_workers"] = min(options["num_workers"], max(1, shards // world_size) if training else shards)
-        batches = StreamBatches(
-            stream,
-            transform,
-            batch_size=self.batch_size if training else self.eval_batch_size,
-            training=training,
-            seed=self.seed,
-            rank=rank,
-            world_size=world_size,
-        )
+        options["num_workers"] = min(options["num_workers"], max(1, shards // place.world_size) if training else shards)
+        size = self.batch_size if training else self.eval_batch_size
+        batches = StreamBatches(stream, transform, place, batch_size=size, training=training, seed=self.seed)
         epoch = lambda: self.trainer.current_epoch if self.trainer else 0  # noqa: E731
         return StreamLoader(batches, **options, epoch=epoch)
 
@@ -355,14 +338,14 @@ class ImageDataModule(TaskData):
         return options
 
     def _record(self, failures: list[Failure]) -> None:
-        """Record and log the unreadable images of a batch; ValueError for a wrong label, or with on_error=raise."""
+        """Warn of the unreadable images of a batch; ValueError for a wrong label, or with on_error=raise."""
         for path, reason, stops in failures:
             if stops or self.keys.on_error == "raise":
                 raise ValueError(f"{path}: {reason}")
-            if path not in self._unreadable:
-                self._unreadable[path] = reason
-                if len(self._unreadable) <= _REPORTED_PATHS:
-                    _log.warning("skipped unreadable image %s (%s)", path, reason)
+            if path not in self.unreadable:
+                self.unreadable.add(path)
+                if len(self.unreadable) <= _REPORTED_PATHS:
+                    _log.warning("skipped unreadable image %s (%s)", path, reason, extra=EACH)
 
 
 def _finish(work: DeviceTransform, device: torch.device, num_workers: int, batches: Iterator[Batch]) -> Iterator[Batch]:

@@ -15,18 +15,13 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from longseq.tasks.data.labels import LabelError, number_of_class
-from longseq.tasks.data.loader import UNREADABLE, Batch, BatchLoader, Failure
+from longseq.tasks.data.loader import UNREADABLE, Batch, BatchLoader, Failure, Place
 from longseq.tasks.data.sampler import SampleIndex, derive_seed
 from longseq.tasks.image.config import DataInfo
 from longseq.tasks.image.decoding import first_line
-from longseq.tasks.image.sources import Source, Split, as_image
+from longseq.tasks.image.sources import Split, as_image
 
 REPLACEMENTS = 100
-
-
-def read_decoded(source: Source, index: int) -> tuple[Image.Image, Any]:
-    """A decoded image and its class."""
-    return source.read(index)
 
 
 class TrainingBatches(Dataset[Batch]):
@@ -35,8 +30,6 @@ class TrainingBatches(Dataset[Batch]):
     Repeats of an image are neighbours in a batch: it is decoded once for all of them. ValueError if too many
     replacements in a row are unreadable.
     """
-
-    read_source: Callable[[Any, int], tuple[Any, Any]] = staticmethod(read_decoded)
 
     def __init__(self, split: Split, transform: Callable[..., Any], seed: int) -> None:
         self.split, self.transform, self.seed = split, transform, seed
@@ -61,10 +54,14 @@ class TrainingBatches(Dataset[Batch]):
             seed_everything(derive_seed(self.seed, *index))
             yield sample
 
+    def read(self, index: int) -> tuple[Any, Any]:
+        """The image of this index in the source, for the transform, and its class."""
+        return self.split.source.read(index)
+
     def _read(self, index: SampleIndex, failures: list[Failure]) -> tuple[Any, Any]:
         for attempt in range(REPLACEMENTS):
-            position = replace_position(self.seed, index, attempt, len(self.split)) if attempt else index.position
-            result = read_or_failure(self.split, position, self.read_source)
+            position = derive_seed(self.seed, *index, attempt) % len(self.split) if attempt else index.position
+            result = read_or_failure(self.split, position, self.read)
             if not isinstance(result, Failure):
                 return result
             failures.append(result)
@@ -87,7 +84,8 @@ class EvaluationBatches(Dataset[Batch]):
             else:
                 images.append(self.transform(sample[0]))
                 targets.append(sample[1])
-        return Batch(stack_images(images, self.info), as_targets(targets, self.info), failures)
+        empty = torch.empty(0, self.info.in_chans, *self.info.sides, dtype=torch.uint8)
+        return Batch(torch.stack(images) if images else empty, as_targets(targets, self.info), failures)
 
 
 class StreamBatches(IterableDataset[Batch]):
@@ -98,18 +96,10 @@ class StreamBatches(IterableDataset[Batch]):
     """
 
     def __init__(
-        self,
-        dataset: Any,
-        transform: Callable[[Image.Image], Tensor],
-        *,
-        batch_size: int,
-        training: bool,
-        seed: int,
-        rank: int,
-        world_size: int,
+        self, dataset: Any, transform: Any, place: Place, *, batch_size: int, training: bool, seed: int
     ) -> None:
-        self.dataset, self.transform, self.batch_size = dataset, transform, batch_size
-        self.training, self.seed, self.rank, self.world_size = training, seed, rank, world_size
+        self.dataset, self.transform, self.place = dataset, transform, place
+        self.batch_size, self.training, self.seed = batch_size, training, seed
         self._epoch = SharedCount()
         if not training:
             dataset.reader.dist_rank, dataset.reader.dist_num_replicas = 0, 1
@@ -123,9 +113,9 @@ class StreamBatches(IterableDataset[Batch]):
         images: list[Tensor] = []
         targets: list[int] = []
         worker = get_worker_info()
-        key = (self.seed, self._epoch.value, self.rank, worker.id if worker else 0)
+        key = (self.seed, self._epoch.value, self.place.rank, worker.id if worker else 0)
         for count, (image, target) in enumerate(self.dataset):
-            if not self.training and count % self.world_size != self.rank:
+            if not self.training and count % self.place.world_size != self.place.rank:
                 continue
             with isolate_rng(include_cuda=False):
                 seed_everything(derive_seed(*key, count))
@@ -192,23 +182,13 @@ def seed_everything(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
 
 
-def stack_images(images: list[Tensor], info: DataInfo) -> Tensor:
-    """Images uint8 [B, C, H, W], also for B = 0."""
-    return torch.stack(images) if images else torch.empty(0, info.in_chans, *info.sides, dtype=torch.uint8)
-
-
-def replace_position(seed: int, index: SampleIndex, attempt: int, count: int) -> int:
-    """The position, below `count`, of the image that replaces an unreadable one at this attempt."""
-    return derive_seed(seed, *index, attempt) % count
-
-
 def read_or_failure(
-    split: Split, position: int, read: Callable[[Source, int], tuple[Any, Any]] = read_decoded
+    split: Split, position: int, read: Callable[[int], tuple[Any, Any]] | None = None
 ) -> tuple[Any, Any] | Failure:
     """The image at a position of a split, as `read` gives it, and its class; or the reason why it cannot be read."""
     index = int(split.indices[position])
     try:
-        return read(split.source, index)
+        return (read or split.source.read)(index)
     except LabelError as error:
         return Failure(split.source.path(index), str(error), stops=True)
     except UNREADABLE as error:

@@ -29,9 +29,9 @@ from torchvision.transforms.functional import pil_to_tensor, rgb_to_grayscale
 from torchvision.transforms.v2.functional import equalize
 
 from longseq.tasks.data.loader import UNREADABLE, Batch, Failure
-from longseq.tasks.data.sampler import SampleIndex
+from longseq.tasks.data.sampler import SampleIndex, derive_seed
 from longseq.tasks.image.config import Augmentation, DataInfo
-from longseq.tasks.image.datasets import REPLACEMENTS, TrainingBatches, as_targets, read_or_failure, replace_position
+from longseq.tasks.image.datasets import REPLACEMENTS, TrainingBatches, as_targets, read_or_failure
 from longseq.tasks.image.decoding import decode, find_jpeg_size
 from longseq.tasks.image.sources import Split
 from longseq.tasks.image.transforms import list_operations, training_steps
@@ -197,16 +197,6 @@ class EncodedImages(NamedTuple):
     values: Tensor
 
 
-def read_encoded(source: Any, index: int) -> tuple[EncodedFile, Any]:
-    """The file of an image of a source, and its class."""
-    if not hasattr(source, "read_file"):
-        image, target = source.read(index)
-        return _as_pixels(image), target
-    data, target = source.read_file(index)
-    size = find_jpeg_size(data)
-    return (_as_pixels(decode(io.BytesIO(data))) if size is None else EncodedFile(data, size, True)), target
-
-
 def _as_pixels(image: Image.Image) -> EncodedFile:
     return EncodedFile(image.convert("RGB").tobytes(), (image.height, image.width), False)
 
@@ -214,11 +204,18 @@ def _as_pixels(image: Image.Image) -> EncodedFile:
 class EncodedTrainingBatches(TrainingBatches):
     """`TrainingBatches` that a `DeviceTransform` finishes: inputs are `EncodedImages`."""
 
-    read_source = staticmethod(read_encoded)
-
     def __init__(self, split: Split, draws: TrainingDraws, seed: int) -> None:
         super().__init__(split, draws, seed)
         self.size = draws.size
+
+    def read(self, index: int) -> tuple[EncodedFile, Any]:
+        source: Any = self.split.source
+        if not hasattr(source, "read_file"):
+            image, target = source.read(index)
+            return _as_pixels(image), target
+        data, target = source.read_file(index)
+        size = find_jpeg_size(data)
+        return (_as_pixels(decode(io.BytesIO(data))) if size is None else EncodedFile(data, size, True)), target
 
     def __getitem__(self, indices: list[SampleIndex]) -> Batch:
         failures: list[Failure] = []
@@ -388,7 +385,7 @@ class DeviceTransform:
         failures.append(Failure(path, "its pixels cannot be decoded"))
         height, width = encoded.files[file, 2:4].tolist()
         for attempt in range(1, REPLACEMENTS):
-            sample = read_or_failure(self.split, replace_position(self.seed, index, attempt, len(self.split)))
+            sample = read_or_failure(self.split, derive_seed(self.seed, *index, attempt) % len(self.split))
             if isinstance(sample, Failure):
                 failures.append(sample)
                 continue

@@ -27,9 +27,6 @@ SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "val"), "test":
 # The keys of `data` that name the splits.
 SPLIT_KEYS = {"train": "train_split", "validation": "val_split", "test": "test_split"}
 
-# The default column of file names, as in Hugging Face's image folders.
-FILE_COLUMN = "file_name"
-
 
 class Source(Protocol):
     """Images with random access."""
@@ -250,20 +247,19 @@ def _read_rows(path: Path, keys: ImageDataKeys) -> Iterator[tuple[int, str, Labe
     """The line, file and labels of each row. ValueError for rows without a label, and for files listed twice."""
     given = keys.label_column or LABEL_COLUMN
     columns = [given] if isinstance(given, str) else list(given)
-    named = keys.file_column or FILE_COLUMN
     seen: dict[str, int] = {}
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file, strict=True)
-        if missing := no_column(reader.fieldnames or [], (named, *columns)):
+        if missing := no_column(reader.fieldnames or [], (keys.file_column, *columns)):
             raise ValueError(f"{path} has {missing}")
         for row in reader:
             line = reader.line_num
             try:
                 if None in row:
                     raise ValueError("too many cells")
-                image = str(path.parent / row[named])  # "./a.png" and "a.png" are one file
+                image = str(path.parent / row[keys.file_column])  # "./a.png" and "a.png" are one file
                 if image in seen:
-                    raise ValueError(f"{row[named]!r} is in line {seen[image]} already")
+                    raise ValueError(f"{row[keys.file_column]!r} is in line {seen[image]} already")
                 seen[image] = line
                 cells = [row[one] for one in columns]
                 labels = read_labels(cells, given, multi_label=keys.multi_label, delimiter=keys.label_delimiter)

@@ -14,8 +14,7 @@ from longseq.tasks.data.loader import IMAGES, TARGETS, check_class_numbers, chec
 from longseq.tasks.image.config import DataInfo
 from longseq.tasks.image.model import state_data, state_decision
 from longseq.tasks.image.transforms import BatchMixing, normalize
-from longseq.tasks.training.class_report import ClassReport
-from longseq.tasks.training.classifier import ClassifierModule
+from longseq.tasks.training.classifier import ClassifierModule, ClassReport
 from longseq.tasks.training.distributed import UpdateSum, count_processes
 from longseq.tasks.training.recipe import Training
 

@@ -15,22 +15,15 @@ from PIL import Image
 from timm.data import create_dataset
 from timm.data.readers import create_reader
 from torch import Tensor
-from torch.utils.data import TensorDataset
-from torchvision import datasets as torchvision_datasets
+from torch.utils.data import Dataset, TensorDataset
 
+from longseq.plugins import find_class
 from longseq.tasks.data.labels import LabelError, number_of_class, rarest_labels, require_one_list
 from longseq.tasks.data.loader import IMAGES, TARGETS, find_entry
 from longseq.tasks.image.config import ImageDataKeys
 from longseq.tasks.image.decoding import decode, decoding, image_endings, in_eight_bits, upright
-from longseq.tasks.image.files import (
-    SPLIT_KEYS,
-    FileSource,
-    Layout,
-    Source,
-    class_numbers,
-    names_by_number,
-)
-from longseq.tasks.training.targets import TARGET, build_own, is_named
+from longseq.tasks.image.files import SPLIT_KEYS, FileSource, Layout, Source, class_numbers, names_by_number
+from longseq.tasks.training.targets import TARGET
 
 # Data sets of torchvision with the splits train and test. timm reads any unknown name as test.
 _TWO_PARTS = ("cifar10", "cifar100", "fashion_mnist", "kmnist", "mnist", "qmnist")
@@ -94,9 +87,7 @@ class HubSource:
         """The contents of the image's file, and its class."""
         with decoding():  # a row may have no image
             stream, target = self.reader[index]
-        number = number_of_class(target, self.label)
-        if not 0 <= number < self.num_classes:
-            raise LabelError(f"the label {number} is not among the classes 0 to {self.num_classes - 1}")
+        number = number_of_class(target, self.label, self.num_classes)
         with stream:
             return stream.read(), number
 
@@ -145,8 +136,7 @@ class DatasetSource:
         return as_image(image), label
 
     def path(self, index: int) -> str:
-        folder = isinstance(self.dataset, torchvision_datasets.DatasetFolder)
-        return str(self.dataset.samples[index][0]) if folder else f"{self.label}#{index}"
+        return f"{self.label}#{index}"
 
     def targets(self) -> np.ndarray | None:
         return self._targets
@@ -157,12 +147,7 @@ class DatasetSource:
             if values.shape != (self.num_classes,) or not np.isin(values, (0, 1)).all():
                 raise LabelError(f"its labels must be {self.num_classes} numbers, each 0 or 1")
             return values.astype(np.float32)
-        if values.size != 1 or not np.issubdtype(values.dtype, np.integer):
-            raise LabelError(f"its label {target!r} must be the number of a class")
-        number = int(values.reshape(()))
-        if not 0 <= number < self.num_classes:
-            raise LabelError(f"its label {number} is not among the classes 0 to {self.num_classes - 1}")
-        return number
+        return number_of_class(values.item() if values.size == 1 else target, self.label, self.num_classes)
 
 
 def as_image(image: Any) -> Image.Image:
@@ -253,11 +238,12 @@ class OwnLayout(Layout):
         self.names = {kind: kind for kind in _SETS}
 
     def find(self, kind: str, name: str) -> str | None:
-        return _SETS[kind] if kind == "train" or is_named(getattr(self.keys, _SETS[kind])) else None
+        return _SETS[kind] if kind == "train" or getattr(self.keys, _SETS[kind]) else None
 
     def open(self, part: str, class_names: Sequence[str] | None = None) -> DatasetSource:
         node, keys = getattr(self.keys, part), self.keys
-        dataset = build_own(node, f"data.{part}")
+        cls: Any = find_class(node[TARGET], Dataset, f"data.{part}.{TARGET}")
+        dataset = cls(**{name: value for name, value in node.items() if name != TARGET})
         return DatasetSource(dataset, str(node[TARGET]), num_classes=keys.num_classes, multi_label=keys.multi_label)
 
 

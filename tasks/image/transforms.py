@@ -97,10 +97,7 @@ def evaluation_transform(info: DataInfo) -> transforms.Compose:
 
     The short side is resized to img_size / crop_pct, and the centre is cut out. With `crop_mode` squash both sides are
     resized to it; with border the long one, and the mean fills the rest. A crop_pct above 1 adds a black border.
-    ValueError for models that read neither RGB nor grey.
     """
-    if info.in_chans not in (1, 3):
-        raise ValueError(f"images are read as RGB or grey, and the model has in_chans={info.in_chans}")
     resize, cut, _ = create_transform(
         (3, *info.sides),
         interpolation=info.interpolation,
@@ -187,10 +184,8 @@ class BatchMixing:
 
         Returns the images, soft targets [B, classes], and the weights of the losses: [B, 1] of images, [B, classes] of
         decisions about labels, or None if all are 1. `update` and `part` are as in `TrainedModule.seed_batch`.
-        ValueError for an odd B.
+        timm refuses an odd B.
         """
-        if self._mixup is not None and len(images) % 2:
-            raise ValueError(f"Mixup and CutMix pair the images of a batch: batch size {len(images)} per device is odd")
         if self._mixup is not None and self._class_weights is None and not self.multi_label:
             return *self._mix(self._mixup, images, targets, update, part), None
         if self.multi_label:

@@ -190,14 +190,6 @@ def _make(metric: Callable[..., Metric], **options: Any) -> Make:
     return partial(metric, **options, **_OWN)
 
 
-def _mean_precision(classes: int) -> Metric:
-    return MeanOfRanks(binary_average_precision)
-
-
-def _mean_area(classes: int) -> Metric:
-    return MeanOfRanks(binary_auroc, needs_others=True)
-
-
 # Averages are macro: over the classes of the samples. In f1 and precision, classes that are only predicted count as 0.
 ONE_LABEL: Mapping[str, Make] = {
     "top1": _make(tm.MulticlassAccuracy, average="micro"),
@@ -209,8 +201,8 @@ ONE_LABEL_MORE: Mapping[str, Make] = {
     "f1_weighted": _make(tm.MulticlassF1Score, average="weighted"),
     "precision": _make(tm.MulticlassPrecision, average="macro"),
     "recall": MeanRecall,
-    "auroc": _mean_area,
-    "average_precision": _mean_precision,
+    "auroc": lambda _: MeanOfRanks(binary_auroc, needs_others=True),
+    "average_precision": lambda _: MeanOfRanks(binary_average_precision),
     "calibration_error": _make(CalibrationError),
     "cohen_kappa": _make(tm.MulticlassCohenKappa),
     "matthews": _make(tm.MulticlassMatthewsCorrCoef),
@@ -219,13 +211,13 @@ SEVERAL_LABELS: Mapping[str, Make] = {
     "accuracy": _make(tm.MultilabelExactMatch),
     "f1": MeanLabelF1,
     "f1_micro": _make(tm.MultilabelF1Score, average="micro"),
-    "average_precision": _mean_precision,
+    "average_precision": lambda _: MeanOfRanks(binary_average_precision),
 }
 SEVERAL_LABELS_MORE: Mapping[str, Make] = {
     "f1_weighted": _make(tm.MultilabelF1Score, average="weighted"),
     "precision": MeanLabelPrecision,
     "recall": MeanLabelRecall,
-    "auroc": _mean_area,
+    "auroc": lambda _: MeanOfRanks(binary_auroc, needs_others=True),
 }
 
 

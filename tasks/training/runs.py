@@ -13,6 +13,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
+import torch
 from filelock import FileLock, Timeout
 from omegaconf import DictConfig, OmegaConf
 
@@ -48,7 +49,6 @@ FREE_KEYS = (
     "data.pin_memory",
     "callbacks.progress",
     "callbacks.telemetry",
-    "callbacks.unreadable",
     "logger",
     "learning_rate_finder",  # its result is in the checkpoint
     "recipe.chosen",
@@ -137,16 +137,11 @@ def differences(
     keys = [key for key in sorted(old.keys() | new.keys()) if not f"{key}.".startswith(groups)]
     if new.get("trainer.limit_train_batches") is not None:  # it counts batches, and an epoch would have other updates
         keys.append("trainer.accumulate_grad_batches")
-    return [(key, old.get(key), new.get(key)) for key in keys if not _alike(key, old, new)]
-
-
-def _alike(key: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    before: Any = old.get(key)
-    now: Any = new.get(key)
-    if key == "data.root" and all(isinstance(path, str) and os.path.isabs(path) for path in (before, now)):
-        # The folder of the data may have moved.
-        return before == now or (Path(before).name == Path(now).name and not Path(before).exists())
-    return before == now
+    roots: list[Any] = [config.get("data.root") for config in (old, new)]
+    before, now = roots
+    if all(isinstance(root, str) and os.path.isabs(root) for root in roots) and not Path(before).exists():
+        old["data.root"] = now if Path(before).name == Path(now).name else before  # the folder may have moved
+    return [(key, old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)]
 
 
 def finished(folder: Path) -> dict[str, Any] | None:
@@ -179,8 +174,6 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 def contents_of(checkpoint: Path) -> dict[str, Any]:
     """The content of a checkpoint, read without unpickling code."""
-    import torch  # the resolvers of this module, which `--help` needs, do without it
-
     content: dict[str, Any] = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
     return content
 

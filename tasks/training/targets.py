@@ -11,9 +11,6 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar
 
-from torch import nn
-from torch.utils.data import Dataset
-
 from longseq import plugins
 
 Target = TypeVar("Target", bound=Callable[..., Any])
@@ -35,13 +32,6 @@ _MODULES: Mapping[str, tuple[str, ...]] = {
     STRATEGIES: (f"{_OURS}.distributed", "lightning.pytorch.strategies"),
     PROFILERS: ("lightning.pytorch.profilers",),
     TRAINER_PLUGINS: ("lightning.pytorch.plugins.environments",),
-}
-# Where a configuration names a class of a declared plug-in, and its required base class.
-PLUGIN_CLASSES: Mapping[str, type] = {
-    "model": nn.Module,
-    "data.train_set": Dataset,
-    "data.val_set": Dataset,
-    "data.test_set": Dataset,
 }
 _REGISTERED: dict[tuple[str, str], Any] = {}
 
@@ -85,14 +75,3 @@ def find(node: Mapping[str, Any], kind: str, key: str) -> Callable[..., Any]:
     if not callable(found) or target is None:
         raise ValueError(f"{key}.{TARGET}={target} is no {kind} of {', '.join(_MODULES[kind])} or a plug-in")
     return found
-
-
-def is_named(node: Any) -> bool:
-    """True if a node names a class."""
-    return isinstance(node, Mapping) and node.get(TARGET) is not None
-
-
-def build_own(node: Mapping[str, Any], key: str) -> Any:
-    """An object of the plug-in's class that `node` names at the place `key`, with the other keys of `node`."""
-    cls: Any = plugins.find_class(node[TARGET], PLUGIN_CLASSES[key], f"{key}.{TARGET}")
-    return cls(**{name: value for name, value in node.items() if name != TARGET})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 import tempfile
 from collections.abc import Mapping
 from contextlib import redirect_stderr
@@ -11,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.tuner import Tuner
 from omegaconf import DictConfig
 
@@ -48,8 +48,6 @@ def build_callbacks(config: DictConfig | Config, module: TrainedModule) -> list[
             better = module.higher_is_better(options["monitor"], f"{place}.monitor")
             options = {**options, "mode": "max" if better else "min"}
         callbacks.append(targets.build(options, targets.CALLBACKS, place))
-    if config["trainer"].get("enable_progress_bar") is False:
-        callbacks = [callback for callback in callbacks if not isinstance(callback, ProgressBar)]
     return callbacks
 
 
@@ -66,6 +64,7 @@ def build_trainer(
     config = resolve(config)
     # A validation before training only costs time.
     options = {"num_sanity_val_steps": 0, "enable_model_summary": False, **config["trainer"]}
+    options.setdefault("enable_progress_bar", sys.stdout.isatty())
     plugins = [
         targets.build(node, targets.TRAINER_PLUGINS, f"trainer.plugins[{index}]")
         for index, node in enumerate(options.pop("plugins", None) or [])

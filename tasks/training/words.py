@@ -12,6 +12,8 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 
+from longseq.hub import find_source
+from longseq.models import read
 from longseq.tasks import registry
 from longseq.tasks.config import UNITS
 
@@ -56,9 +58,6 @@ def _compose(verb: str, words: Sequence[str]) -> DictConfig:
 
 def _words_of_init(words: Sequence[str], config: DictConfig) -> list[str]:
     """Choices of groups that describe the model of `config.init`, stored as options in Hydra's ConfigStore."""
-    from longseq.hub import find_source  # torch, which other commands need not wait for
-    from longseq.models import read
-
     task, source = registry.of(config).model, config.init
     if source is None or task.is_weights(source):
         return []

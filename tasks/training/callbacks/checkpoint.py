@@ -117,14 +117,10 @@ class LastCheckpoint(Checkpoint):
             trainer.should_stop = True
         self._loaded_due = False
 
-    def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: torch.optim.Optimizer) -> None:
         self._resume_point = None
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.is_last_batch or not updated(trainer, batch_idx):
             return
         # The checkpoint waits for the validation after its update, which is not repeated after a resume.

@@ -1,4 +1,4 @@
-"""What a run prints: its progress, as a bar in a terminal and as lines for logs, and the samples that it skipped."""
+"""The lines that a run prints."""
 
 from __future__ import annotations
 
@@ -6,38 +6,26 @@ import logging
 import sys
 import time
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.trainer.states import TrainerFn
 
 from longseq.tasks.data.loader import count_units
-from longseq.tasks.training.system import peak_memory, write_text
+from longseq.tasks.training.system import peak_memory
 
 _log = logging.getLogger(__name__)
 
 
-class TrainingProgress(RichProgressBar):
-    """Shows Lightning's bar in a terminal; elsewhere prints a line at least every `line_seconds`.
+class TrainingProgress(Callback):
+    """Prints a line after each epoch and each validation, and at least every `line_seconds`.
 
-    Each epoch and each validation also prints a line: losses and `metric`, the rate of training, peak memory and
-    the time left. The bar reads metrics from the device at most once in `refresh_seconds`. `unit` is the
-    unit of `count_units`.
+    It has losses and `metric`, the rate of training, peak memory and the time left. `unit` is the unit of
+    `count_units`.
     """
 
-    def __init__(
-        self, refresh_seconds: float = 1.0, line_seconds: float = 60.0, metric: str = "val/top1", unit: str = "images"
-    ) -> None:
-        super().__init__(refresh_rate=4, console_kwargs={"stderr": True})
-        self.refresh_seconds = refresh_seconds
-        self.line_seconds = line_seconds
-        self.metric = metric
-        self.unit = unit
-        self._shown: dict[str, Any] = {}  # metrics in the bar
-        self._read_at = 0.0
+    def __init__(self, line_seconds: float = 60.0, metric: str = "val/top1", unit: str = "images") -> None:
+        self.line_seconds, self.metric, self.unit = line_seconds, metric, unit
         self._printed_at = 0.0
         self._has_validated = False  # since the last line
         self._printed_update = -1
@@ -46,43 +34,24 @@ class TrainingProgress(RichProgressBar):
         self._began = 0.0
         self._updates_before = 0
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
-        if not sys.stderr.isatty():
-            self.disable()
-
-    def get_metrics(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
-        now = time.monotonic()
-        if now - self._read_at >= self.refresh_seconds:
-            self._shown, self._read_at = _read(trainer, "train/loss", self.metric), now
-        return self._shown
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_train_start(trainer, pl_module)
         self._began = self._printed_at = self._epoch_began = time.monotonic()  # a resumed epoch has no start
         self._updates_before = trainer.global_step
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_train_epoch_start(trainer, pl_module)
         self._epoch_began, self._units = time.monotonic(), 0
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._units += count_units(batch) * trainer.world_size
-        due = self.is_disabled and time.monotonic() - self._printed_at >= self.line_seconds
-        if due and not trainer.is_last_batch:
+        if time.monotonic() - self._printed_at >= self.line_seconds and not trainer.is_last_batch:
             self._print_line(trainer, pl_module)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_validation_end(trainer, pl_module)
         self._has_validated = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
         if self._has_validated and not trainer.is_last_batch:
             self._print_line(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_train_epoch_end(trainer, pl_module)
         if trainer.global_step != self._printed_update:  # a run may end within an epoch, after its validation
             self._print_line(trainer, pl_module)
 
@@ -93,7 +62,8 @@ class TrainingProgress(RichProgressBar):
         end = "" if last is None else f"/{last}"
         facts = [f"epoch {trainer.current_epoch + 1}/{most}", f"update {trainer.global_step}{end}"]
         names = ["train/loss", *(["val/loss", self.metric] if self._has_validated else [])]
-        facts += [f"{name} {value:.4f}" for name, value in _read(trainer, *names).items()]
+        metrics = trainer.callback_metrics
+        facts += [f"{name} {float(metrics[name]):.4f}" for name in names if name in metrics]
         if seconds > 0:
             facts.append(f"{self._units / seconds:.0f} {self.unit}/s")
         if (memory := peak_memory(module.device)) is not None:
@@ -106,31 +76,3 @@ class TrainingProgress(RichProgressBar):
             line = "  ".join(facts)
             print(line, file=sys.stderr, flush=True)
             _log.info(line)
-
-
-def _read(trainer: Trainer, *names: str) -> dict[str, float]:
-    metrics = trainer.callback_metrics
-    return {name: float(metrics[name]) for name in names if name in metrics}
-
-
-class UnreadableSamples(Callback):
-    """Prints, after the test, how many samples were skipped as unreadable, and the first `max_paths` of them.
-
-    `folder/unreadable.txt` lists them all, one path per line. `unit` names the samples.
-    """
-
-    def __init__(self, max_paths: int = 10, folder: str | None = None, unit: str = "samples") -> None:
-        self.max_paths, self.unit = max_paths, unit
-        self.path = None if folder is None else Path(folder) / "unreadable.txt"
-
-    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
-        parts = [list(datamodule.unreadable)] * trainer.world_size
-        if trainer.world_size > 1:
-            torch.distributed.all_gather_object(parts, parts[0])
-        found = sorted({path for part in parts for path in part})
-        if found and trainer.is_global_zero:
-            shown = [*found[: self.max_paths], *["..."] * (len(found) > self.max_paths)]
-            print(f"skipped unreadable {self.unit}: {len(found)} ({', '.join(shown)})", flush=True)
-            if self.path is not None:
-                write_text(self.path, "".join(f"{path}\n" for path in found))

@@ -33,18 +33,15 @@ class Telemetry(Callback):
         self.every_n_steps = every_n_steps
         self.examples = examples
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         due = updated(trainer, batch_idx) and trainer.global_step % self.every_n_steps == 0
-        module: Any = pl_module
-        backbone = module.backbone
+        backbone = pl_module.backbone
         # A sharded model is whole only while all processes run it.
         takes_part = trainer.is_global_zero or has_shards(backbone)
         if not due or not takes_part or trainer.logger is None or not _name_mixers(backbone):
             return
         with trainer.precision_plugin.forward_context(), evaluating(backbone), watching(backbone) as reports:
-            module.observe(batch, self.examples)
+            pl_module.observe(batch, self.examples)
         named = {f"watch/{layer}/{name}": value for layer, report in reports.items() for name, value in report.items()}
         if named and trainer.is_global_zero:
             values = torch.stack(list(named.values())).tolist()
@@ -62,9 +59,8 @@ class KernelPreparation(Callback):
         # Shards are gathered only for the module's own training step.
         self.is_due = is_tested(pl_module.device.type) and not has_shards(pl_module)
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        module: Any = pl_module
-        backbone, device = module.backbone, pl_module.device
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        backbone, device = pl_module.backbone, pl_module.device
         if not self.is_due or not _name_mixers(backbone):
             return
         self.is_due = False
@@ -75,13 +71,13 @@ class KernelPreparation(Callback):
             # What is computed here is meaningless, and may be refused (eigenvalues of NaN). The training itself raises
             # all other errors again.
             with suppress(Exception):
-                features = module.observe(batch)
+                features = pl_module.observe(batch)
                 trained = [parameter for parameter in backbone.parameters() if parameter.requires_grad]
                 torch.autograd.grad(features.float().sum(), trained, allow_unused=True)
             with suppress(Exception), evaluating(backbone):
-                module.observe(batch)
+                pl_module.observe(batch)
                 with watching(backbone):
-                    module.observe(batch, 8)
+                    pl_module.observe(batch, 8)
         with torch.no_grad():
             for buffer, kept in buffers:
                 buffer.copy_(kept)

@@ -45,9 +45,7 @@ class ExponentialMovingAverage(Callback):
         self._average = {name: start[name].to(weight, copy=True) for name, weight in self._weights.items()}
 
     @torch.no_grad()
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if not updated(trainer, batch_idx):
             return
         averages, weights = [], []
@@ -120,9 +118,7 @@ class NonFiniteStop(Callback):
         self._loss = loss.detach()
 
     @torch.no_grad()
-    def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: torch.optim.Optimizer) -> None:
         assert self._loss is not None
         named = [(name, parameter) for name, parameter in self._parameters if parameter.grad is not None]
         # Infinite gradients are usual while a loss scaler (16-mixed) settles; it skips their updates.
@@ -134,20 +130,14 @@ class NonFiniteStop(Callback):
         norms = torch.stack([*_norms(parameters), own_part(self._loss).float(), *_norms(gradients)])
         self._unread.append((trainer.global_step + 1, [name for name, _ in named], norms))
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if updated(trainer, batch_idx) and trainer.global_step % self.every_n_steps == 0:
             self.check()
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         self.check()
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        self.check()
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._parameters = []
+    on_train_epoch_end = on_save_checkpoint
 
     def check(self) -> None:
         """Raise NonFiniteError if an update was bad in any process. Waits for the device and the other processes."""
