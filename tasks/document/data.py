@@ -27,7 +27,7 @@ from longseq.tasks.document.batch import DocumentBatches, EveryDocument, PackedS
 from longseq.tasks.document.config import DocumentDataKeys, DocumentInfo
 from longseq.tasks.document.inputs import DocumentFiles
 from longseq.tasks.document.model import LINEAR
-from longseq.tasks.document.sources import Reader, Sample
+from longseq.tasks.document.sources import Reader
 from longseq.tasks.text import store
 from longseq.tasks.text.prepare import Encoded, batched, encode, manifest_of, tokenizer_of
 from longseq.tasks.text.sources import Document, Malformed
@@ -399,11 +399,11 @@ def _write(reader: Reader, tokenizer: Tokenizer | Bare, folder: Path) -> None:
     numbers: dict[Labels, int] = {}
     left_out: list[str] = []
 
-    def readable() -> Iterator[Sample]:
+    def readable() -> Iterator[Document]:
         for one in reader.read():
             if isinstance(one, Malformed):
                 left_out.append(one.describe())
-            elif not len(one.document.strip() if isinstance(one.document, str) else one.document):
+            elif not len(one.text.strip() if isinstance(one.text, str) else one.text):
                 left_out.append(f"{one.place.describe()}: an empty document")
             else:
                 yield one
@@ -422,14 +422,14 @@ def _write(reader: Reader, tokenizer: Tokenizer | Bare, folder: Path) -> None:
     write_text(folder / store.MANIFEST, json.dumps(manifest, indent=1) + "\n")
 
 
-def _encode(batch: list[Sample], tokenizer: Tokenizer | Bare) -> Encoded:
-    if isinstance(tokenizer, Bare):
-        documents = [np.asarray(one.document) for one in batch]
-        digests = [hashlib.blake2b(one.astype("<i8").tobytes(), digest_size=16).digest() for one in documents]
-        lengths = np.array([len(one) for one in documents], np.int64)
-        hashes = np.frombuffer(b"".join(digests), "<u8").reshape(-1, 2)
-        return Encoded(np.concatenate(documents), lengths, np.zeros_like(lengths), np.zeros_like(lengths), hashes)
-    return encode((Document(str(one.document), place=one.place) for one in batch), tokenizer)
+def _encode(batch: list[Document], tokenizer: Tokenizer | Bare) -> Encoded:
+    if not isinstance(tokenizer, Bare):
+        return encode(batch, tokenizer)
+    documents = [np.asarray(one.text) for one in batch]
+    digests = [hashlib.blake2b(one.astype("<i8").tobytes(), digest_size=16).digest() for one in documents]
+    lengths = np.array([len(one) for one in documents], np.int64)
+    hashes = np.frombuffer(b"".join(digests), "<u8").reshape(-1, 2)
+    return Encoded(np.concatenate(documents), lengths, np.zeros_like(lengths), np.zeros_like(lengths), hashes)
 
 
 def divide(found: Labelled, fractions: Mapping[str, float], *, multi_label: bool) -> dict[str, Integers]:

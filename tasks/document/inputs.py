@@ -92,7 +92,6 @@ class DocumentFiles(Inputs):
         info, dtype = self.info, token_type(self.info.vocab_size)
         begin = np.array([] if info.separator is None else [info.separator], dtype)
         for number, one in enumerate(read_parts(self.parts, self.columns, "predicting")):
-            assert one.place is not None
             path, details = one.place.path, {"document": number}
             if isinstance(one, Malformed):
                 yield Unreadable(path, one.describe(), details)

@@ -3,13 +3,13 @@
 A registered source gives documents as text, or as tokens without a text:
 
 import numpy as np
-from longseq.tasks.document.sources import Opened, Reader, Sample, Source, register
-from longseq.tasks.text.sources import Place
+from longseq.tasks.document.sources import Opened, Reader, Source, register
+from longseq.tasks.text.sources import Document, Place
 
 def read(keys):
     for index in range(1000):
         digits = np.array([int(digit) for digit in str(index)])
-        yield Sample(digits, ("odd" if index % 2 else "even",), Place("numbers", row=index))
+        yield Document(digits, ("odd" if index % 2 else "even",), Place("numbers", f"row {index}"))
 
 def numbers(keys):
     return Opened({"train": lambda: Reader(lambda: read(keys), stamp=[1000])}, vocab_size=10)
@@ -25,19 +25,18 @@ import hashlib
 import importlib.util
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from PIL import Image
 
 from longseq.tasks import registry
 from longseq.tasks.data.generators import CLOSE, IGNORED, draw, listops
-from longseq.tasks.data.labels import Labels, read_labels
+from longseq.tasks.data.labels import read_labels
 from longseq.tasks.data.sampler import derive_seed
 from longseq.tasks.document.config import DocumentDataKeys
 from longseq.tasks.text.sources import (
@@ -45,6 +44,7 @@ from longseq.tasks.text.sources import (
     TEXT,
     Columns,
     Document,
+    Found,
     Malformed,
     Place,
     find_parts,
@@ -55,19 +55,11 @@ from longseq.tasks.text.sources import (
 from longseq.tasks.text.store import SPLITS, stamp
 
 
-class Sample(NamedTuple):
-    """A document, text or `[T]` tokens, with its labels, and where it was read."""
-
-    document: str | npt.NDArray[np.integer[Any]]
-    labels: Labels
-    place: Place
-
-
 @dataclass(frozen=True)
 class Reader:
     """The documents of a split; `stamp`, of lists, text and numbers, changes when they change."""
 
-    read: Callable[[], Iterator[Sample | Malformed]]
+    read: Callable[[], Found]
     stamp: Any
 
 
@@ -149,20 +141,19 @@ def _find_files(keys: DocumentDataKeys, given: str | None) -> Reader:
     )
 
 
-def _labelled(one: Document | Malformed, keys: DocumentDataKeys, root: str) -> Sample | Malformed:
+def _labelled(one: Document | Malformed, keys: DocumentDataKeys, root: str) -> Document | Malformed:
     """A document with the labels of its columns; without columns, with the name of its class folder below `root`."""
     if isinstance(one, Malformed):
         return one
-    assert one.place is not None
     if not one.labels:
         folders = Path(one.place.path).relative_to(root).parts
-        return Sample(one.text, folders[:1], one.place) if len(folders) > 1 else Malformed(one.place, "no label")
+        return one._replace(labels=folders[:1]) if len(folders) > 1 else Malformed(one.place, "no label")
     columns = keys.label_column or "label"
     try:
         labels = read_labels(one.labels, columns, multi_label=keys.multi_label, delimiter=keys.label_delimiter)
     except ValueError as error:
         return Malformed(one.place, str(error))
-    return Sample(one.text, labels, one.place)
+    return one._replace(labels=labels)
 
 
 # --- Python files of eight installed libraries, which are the classes: real documents that every install has
@@ -214,15 +205,14 @@ def _hash_path(path: str) -> bytes:
     return hashlib.blake2b(Path(path).as_posix().encode(), digest_size=8).digest()
 
 
-def _read_libraries(files: dict[str, list[str]]) -> Iterator[Sample | Malformed]:
+def _read_libraries(files: dict[str, list[str]]) -> Found:
     for name, paths in files.items():
         for part in group_files(paths, format="python"):
             for one in read_part(part, TEXT):
                 if isinstance(one, Malformed):
                     yield one
                 elif len(text := conceal(one.text)) >= _SHORTEST // 2:
-                    assert one.place is not None
-                    yield Sample(text, (name,), one.place)
+                    yield Document(text, (name,), one.place)
 
 
 def _open_libraries() -> Reader:
@@ -249,7 +239,7 @@ def _listops(keys: DocumentDataKeys) -> Opened:
     return Opened(splits, vocab_size=CLOSE + 1)
 
 
-def _generate(count: int, seed: int, options: dict[str, Any], split: str) -> Iterator[Sample]:
+def _generate(count: int, seed: int, options: dict[str, Any], split: str) -> Found:
     random = np.random.default_rng(seed)
     seen: np.ndarray = np.zeros(0, np.uint64)
     block = 2048  # a block of expressions, padded to the longest, takes 64 MB
@@ -257,14 +247,14 @@ def _generate(count: int, seed: int, options: dict[str, Any], split: str) -> Ite
         samples, seen = draw(partial(listops, **options), random, min(block, count - start), seen)
         for row, (tokens, labels) in enumerate(zip(samples.tokens, samples.labels, strict=True), start):
             result = labels[labels != IGNORED].item()
-            yield Sample(tokens[tokens <= CLOSE], (str(result),), Place(f"listops/{split}", row=row))
+            yield Document(tokens[tokens <= CLOSE], (str(result),), Place(f"listops/{split}", f"row {row}"))
 
 
 def _image(keys: DocumentDataKeys) -> Opened:
     """CIFAR-10 in grey, 1,024 tokens an image, with the splits of data=cifar10; root may also have class folders."""
     source = "folder" if os.path.isdir(os.path.join(keys.root or "", "train")) else "torch/cifar10"
 
-    def read(split: str) -> Iterator[Sample]:
+    def read(split: str) -> Found:
         task: Any = registry.get("image")
         splits = {"val_split": None, "test_split": "test"}
         own = task.config.data(name="cifar10", source=source, img_size=32, root=keys.root, **splits)
@@ -274,7 +264,7 @@ def _image(keys: DocumentDataKeys) -> Opened:
         for index in found.indices.tolist():
             image, target = found.source.read(index)
             labels = (found.source.class_names[target],)
-            yield Sample(_grey_levels(image), labels, Place(found.source.path(index)))
+            yield Document(_grey_levels(image), labels, Place(found.source.path(index)))
 
     known = stamp(str(keys.root))
     return Opened(
@@ -306,17 +296,17 @@ def _retrieval(keys: DocumentDataKeys) -> Opened:
     return Opened({split: partial(find_pairs, ending) for split, ending in endings.items()}, vocab_size=_BEGIN + 1)
 
 
-def _read_pairs(path: Path, size: int) -> Iterator[Sample | Malformed]:
+def _read_pairs(path: Path, size: int) -> Found:
     """The lines of label, id1, id2, text1 and text2, separated by tabs and without quotes."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            place, cells = Place(str(path), line=number), line.rstrip(b"\r\n").split(b"\t")
+            place, cells = Place(str(path), f"line {number}"), line.rstrip(b"\r\n").split(b"\t")
             if len(cells) != 5 or cells[0] not in (b"0", b"1", b"0.0", b"1.0") or not all(map(bytes.strip, cells[3:])):
                 yield Malformed(place, "not the cells label (0 or 1), id1, id2, text1 and text2")
             else:
                 texts = (np.frombuffer(text[:size], np.uint8).astype(np.int64) for text in cells[3:])
                 tokens = np.concatenate([part for text in texts for part in ([_BEGIN], text)])
-                yield Sample(tokens, (chr(cells[0][0]),), place)
+                yield Document(tokens, (chr(cells[0][0]),), place)
 
 
 def _pathfinder(keys: DocumentDataKeys) -> Opened:
@@ -334,7 +324,7 @@ def _pathfinder(keys: DocumentDataKeys) -> Opened:
     return Opened({split: partial(readers.__getitem__, split) for split in SPLITS}, vocab_size=_LEVELS)
 
 
-def _read_paths(root: Path, listing: list[Path], split: str) -> Iterator[Sample | Malformed]:
+def _read_paths(root: Path, listing: list[Path], split: str) -> Found:
     """The images that the text files `listing` name; a line begins with folder, file, number and label."""
     lines = [
         (path, number, line)
@@ -348,12 +338,12 @@ def _read_paths(root: Path, listing: list[Path], split: str) -> Iterator[Sample 
         path, number, line = lines[index]
         words = line.split()
         if len(words) < 4 or words[3] not in ("0", "1"):
-            yield Malformed(Place(str(path), line=number), "not a folder, a file, a number and a label of 0 or 1")
+            yield Malformed(Place(str(path), f"line {number}"), "not a folder, a file, a number and a label of 0 or 1")
             continue
         file = root / words[0] / words[1]
         try:
             with Image.open(file) as image:
-                yield Sample(_grey_levels(image), (words[3],), Place(str(file)))
+                yield Document(_grey_levels(image), (words[3],), Place(str(file)))
         except OSError as error:  # the published set holds an empty file
             yield Malformed(Place(str(file)), str(error))
 

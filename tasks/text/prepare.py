@@ -49,8 +49,6 @@ TRAINING_TEXT = 1 << 28
 def run(cfg: DictConfig) -> None:
     """Prepare text as configured, and print a summary."""
     keys = read_command(Prepare, cfg)
-    assert keys.input is not None
-    assert keys.output is not None
     columns = Columns(keys.column, keys.prompt_column)
     inputs = [keys.input] if isinstance(keys.input, str) else keys.input
     manifest = prepare(
@@ -150,7 +148,7 @@ def _training_texts(parts: Sequence[Part], columns: Columns, fractions: Fraction
     order = sorted(range(len(parts)), key=lambda index: int(f"{index:0{bits}b}"[::-1], 2))
     for index in order:
         for document in read_part(parts[index], columns):
-            if isinstance(document, Malformed) or document.is_empty:
+            if isinstance(document, Malformed) or not document.text.strip():
                 continue
             if split_numbers(hashes_of([document]), fractions)[0] == SPLITS.index("train"):
                 yield document.prompt + document.text
@@ -247,8 +245,8 @@ def encode(documents: Iterable[Document], tokenizer: Tokenizer) -> Encoded:
         encoded = tokenizer.encode_all([part for one in batch for part in (one.prompt, one.text)])
         for one, prompt, text in zip(batch, encoded[::2], encoded[1::2], strict=True):
             if tokenizer.separator in prompt or tokenizer.separator in text:
-                where = "a document" if one.place is None else one.place.describe()
-                raise ValueError(f"{where} holds the separator, token {tokenizer.separator}: give another separator")
+                name = one.place.describe()
+                raise ValueError(f"{name} holds the separator, token {tokenizer.separator}: give another separator")
             parts += [separator, prompt.astype(dtype), text.astype(dtype)]
             numbers.append((1 + len(prompt) + len(text), len(one.text.encode()), len(prompt)))
         hashes.append(hashes_of(batch))
@@ -299,7 +297,7 @@ def encode_part(index: int, part: Part, partial: Path, columns: Columns, tokeniz
                 counts["malformed"] += 1
                 if len(malformed) < KEPT:
                     malformed.append(one.describe())
-            elif one.is_empty:
+            elif not one.text.strip():
                 counts["empty"] += 1
             else:
                 counts["documents"] += 1
@@ -321,7 +319,7 @@ def encode_parts(waiting: Mapping[int, Part], processes: int, *options: Any) -> 
             yield index
         return
     context = multiprocessing.get_context("spawn")  # forks would share this process's threads
-    with ProcessPoolExecutor(processes, mp_context=context, initializer=_use_one_thread) as pool:
+    with ProcessPoolExecutor(processes, context, os.putenv, ("TOKENIZERS_PARALLELISM", "false")) as pool:
         running = {pool.submit(encode_part, index, part, *options): index for index, part in waiting.items()}
         try:
             for done in as_completed(running):
@@ -329,10 +327,6 @@ def encode_parts(waiting: Mapping[int, Part], processes: int, *options: Any) -> 
                 yield running[done]
         finally:
             pool.shutdown(cancel_futures=True)
-
-
-def _use_one_thread() -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
 def encoded_path(partial: Path, index: int) -> Path:

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from longseq.tasks.data.labels import no_column, require_one_list
+from longseq.tasks.data.labels import require_one_list
 from longseq.tasks.report import progress_bar
 from longseq.tasks.text.store import stamp
 
@@ -51,31 +51,23 @@ TEXT = Columns()
 
 
 class Place(NamedTuple):
-    """The place of an input: a line of a file (or the line's first byte), a row of a table, or a whole file."""
+    """The file of an input, and where in it: `line 3`, `row 3` of a table, or the line at `byte 900`."""
 
     path: str
-    line: int | None = None
-    row: int | None = None
-    byte: int | None = None
+    where: str | None = None
 
     def describe(self) -> str:
         """The place in words."""
-        numbers = {"line": self.line, "row": self.row, "byte": self.byte}
-        return self.path + "".join(f", {name} {number}" for name, number in numbers.items() if number is not None)
+        return self.path if self.where is None else f"{self.path}, {self.where}"
 
 
 class Document(NamedTuple):
-    """A text, the prompt before it, which is read but not trained on, and its labels as the file has them."""
+    """A text or `[T]` tokens, its labels, where it was read, and the prompt before it, which is not trained on."""
 
-    text: str
-    prompt: str = ""
+    text: Any
     labels: tuple[Any, ...] = ()
-    place: Place | None = None
-
-    @property
-    def is_empty(self) -> bool:
-        """True for a text of white space."""
-        return not self.text.strip()
+    place: Place = Place("a document")
+    prompt: str = ""
 
 
 class Malformed(NamedTuple):
@@ -94,7 +86,8 @@ Found = Iterator[Document | Malformed]
 class Part(NamedTuple):
     """A part of an input from `start` to `stop`: bytes (jsonl), row groups (parquet), rows (saved), shards (stream).
 
-    `size` is approximate, in bytes. `files` are documents of whole files. `version` of a stream identifies its files.
+    A `stop` of 0 is the end of the file. `size` is approximate, in bytes. `files` are documents of whole files.
+    `version` of a stream identifies its files.
     """
 
     format: str
@@ -193,7 +186,7 @@ def _format_of(path: Path) -> str:
     if ending in (".jsonl", ".ndjson", ".json"):
         return "jsonl"
     if ending in _OPENERS and _format_of(path.with_suffix("")) == "jsonl":
-        return "compressed"
+        return "jsonl"
     return ending[1:] if ending in (*DELIMITERS, ".parquet") else "text"
 
 
@@ -201,7 +194,7 @@ def _parts_of_file(path: Path, size: int) -> Iterator[Part]:
     total, format = path.stat().st_size, _format_of(path)
     if format == "parquet":
         yield from _parts_of_parquet(path, size)
-    elif format == "jsonl":
+    elif format == "jsonl" and path.suffix.lower() not in _OPENERS:
         for start in range(0, total, size):
             stop = min(total, start + size)
             yield Part(format, str(path), stop - start, start, stop)
@@ -265,25 +258,18 @@ def _load_stream(given: str) -> Any:
 
 
 def _read_jsonl(part: Part, columns: Columns) -> Found:
-    """The lines that begin in the part."""
-    with open(part.path, "rb") as file:
+    """The lines that begin in the part. Line numbers are only known in the first part of a file."""
+    with _OPENERS.get(Path(part.path).suffix.lower(), partial(open, mode="rb"))(part.path) as file:
+        offset = part.start
         if part.start:
             file.seek(part.start - 1)
-            file.readline()
-        number = 0
-        while (offset := file.tell()) < part.stop and (line := file.readline()):
-            number += 1
-            if line.strip():
-                # Line numbers are only known in the first part of a file.
-                place = Place(part.path, byte=offset) if part.start else Place(part.path, line=number)
-                yield _parse(line, columns, place)
-
-
-def _read_compressed(part: Part, columns: Columns) -> Found:
-    with _OPENERS[Path(part.path).suffix.lower()](part.path) as file:
+            offset += len(file.readline()) - 1
         for number, line in enumerate(file, start=1):
+            if offset >= part.stop > 0:
+                return
             if line.strip():
-                yield _parse(line, columns, Place(part.path, line=number))
+                yield _parse(line, columns, Place(part.path, f"byte {offset}" if part.start else f"line {number}"))
+            offset += len(line)
 
 
 def _open_zstd(path: str) -> IO[bytes]:
@@ -309,13 +295,10 @@ def _read_table(part: Part, columns: Columns) -> Found:
     _, header = next(rows, (0, []))
     if twice := [name for name in columns.names() if header.count(name) > 1]:
         raise ValueError(f"{part.path} has several columns {twice[0]!r}")
-    missing = no_column(header, columns.names())
     for line, cells in rows:
-        place = Place(part.path, line=line)
+        place = Place(part.path, f"line {line}")
         if len(cells) != len(header):  # an unquoted delimiter in a text moves the label to another column
             yield Malformed(place, f"{len(cells)} cells under a header of {len(header)}")
-        elif missing is not None:
-            yield Malformed(place, missing)
         else:
             yield _document(dict(zip(header, cells, strict=True)), columns, place)
 
@@ -384,7 +367,6 @@ def _read_files(part: Part, columns: Columns) -> Found:
 
 _READERS: dict[str, Callable[[Part, Columns], Found]] = {
     "jsonl": _read_jsonl,
-    "compressed": _read_compressed,
     "csv": _read_table,
     "tsv": _read_table,
     "parquet": _read_parquet,
@@ -402,7 +384,7 @@ def _documents(
     for number, row in enumerate(rows, start=first):
         for column in columns.labels:
             row[column] = _name_classes(row.get(column), features.get(column))
-        yield _document(row, columns, Place(path, row=number))
+        yield _document(row, columns, Place(path, f"row {number}"))
 
 
 def _name_classes(value: Any, feature: Any) -> Any:
@@ -427,4 +409,4 @@ def _document(row: Any, columns: Columns, place: Place) -> Document | Malformed:
         except UnicodeEncodeError as error:
             return Malformed(place, str(error))
     labels = tuple(row.get(name) for name in columns.labels)
-    return Document(row[columns.text], "" if columns.prompt is None else row[columns.prompt], labels, place)
+    return Document(row[columns.text], labels, place, "" if columns.prompt is None else row[columns.prompt])

@@ -174,8 +174,8 @@ def test_what_cannot_be_read_is_counted_and_named(tmp_path: Path) -> None:
     assert len(manifest["malformed"]) == 6
     assert sum(map(len, documents(store).values())) == 3
     read = [one for part in find_parts([str(path)], Columns()) for one in read_part(part, Columns())]
-    lines = [one.place.line for one in read if isinstance(one, Malformed)]
-    assert lines == [4, 5, 6, 7, 8, 9]
+    lines = [one.place.where for one in read if isinstance(one, Malformed)]
+    assert lines == [f"line {number}" for number in range(4, 10)]
 
 
 def test_an_interrupted_preparation_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
