@@ -41,8 +41,7 @@ class Slice(NamedTuple):
 
     def to(self, device: torch.device) -> Slice:
         """The same slice on a device."""
-        allowed = None if self.allowed is None else self.allowed.to(device)
-        return Slice(self.name, self.tokens.to(device), self.places.to(device), self.answers.to(device), allowed)
+        return Slice(self.name, *(None if part is None else part.to(device) for part in self[1:]))  # type: ignore[arg-type]
 
 
 def make_splits(
