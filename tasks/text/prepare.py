@@ -39,7 +39,6 @@ T = TypeVar("T")
 
 Fractions = Mapping[str, float]  # the shares of documents in validation and test
 KEPT = 10_000  # malformed lines and files that a manifest lists
-COUNTS = ("documents", "empty", "malformed")  # of a part
 
 # Characters of text from which a tokenizer is trained. More take long and change the tokenizer little.
 TRAINING_TEXT = 1 << 28
@@ -110,13 +109,10 @@ def prepare(
         with progress_bar("encoding", len(parts), done=len(parts) - len(waiting)) as advance:
             for _ in encode_parts(waiting, processes, partial, columns, chosen.to_dict()):
                 advance(1)
-        counts = dict(zip(COUNTS, sum(_arrays(partial, len(parts), "counts")).tolist(), strict=True))
         malformed = np.concatenate(_arrays(partial, len(parts), "malformed")).tolist()[:KEPT]
-        if counts["documents"] == 0:
-            raise ValueError(f"the input holds no document, {counts['malformed']} malformed lines: {malformed[:1]}")
-        manifest = _join(len(parts), chosen, fractions, partial, output)
-        manifest["counts"] |= {name: counts[name] for name in ("empty", "malformed")}
-        manifest["malformed"] = malformed
+        manifest = {**_join(len(parts), chosen, fractions, partial, output), "malformed": malformed}
+        if manifest["counts"]["documents"] == 0:
+            raise ValueError(f"the input holds no document: {manifest['counts']}, {malformed[:1]}")
         write_text(output / store.MANIFEST, json.dumps(manifest, indent=1) + "\n")
     shutil.rmtree(output / store.PARTIAL)
     return manifest
@@ -126,11 +122,9 @@ def plan_of(
     parts: Sequence[Part], columns: Columns, tokenizer: str, separator: str | None, fractions: Fractions
 ) -> dict[str, Any]:
     """Everything that determines the tokens of a preparation; files are identified by their sizes and times."""
-    files: list[str] = []
-    if tokenizer != "bytes" and trained_size(tokenizer) is None:
-        # The settings next to a tokenizer file name its end-of-text token.
-        settings = [] if os.path.isdir(tokenizer) else [str(Path(tokenizer).with_name(SETTINGS_FILE))]
-        files = [tokenizer, *settings]
+    files = [] if tokenizer == "bytes" or trained_size(tokenizer) is not None else [tokenizer]
+    if files and not os.path.isdir(tokenizer):  # the settings next to a tokenizer file name its end-of-text token
+        files.append(str(Path(tokenizer).with_name(SETTINGS_FILE)))
     return {
         "version": store.VERSION,
         "parts": [[*part, part.stamps()] for part in parts],
@@ -188,10 +182,12 @@ def _join(count: int, tokenizer: Tokenizer, fractions: Fractions, partial: Path,
                 tokens = encoded.tokens[np.repeat(chosen, encoded.lengths)]
                 writers[split].add(tokens, encoded.lengths[chosen], encoded.byte_counts[chosen], **prompts)
             advance(1)
+    empty, malformed = sum(_arrays(partial, count, "left_out")).tolist()
+    counts = {"documents": int(kept.sum()), "duplicates": int((~kept).sum()), "empty": empty, "malformed": malformed}
     return {
         **manifest_of(tokenizer, output),
         "fractions": dict(fractions),
-        "counts": {"documents": int(kept.sum()), "duplicates": int((~kept).sum())},
+        "counts": counts,
         "splits": {split: writer.close() for split, writer in writers.items()},
     }
 
@@ -288,24 +284,23 @@ def batched(items: Iterable[T]) -> Iterator[list[T]]:
 
 def encode_part(index: int, part: Part, partial: Path, columns: Columns, tokenizer: Mapping[str, Any]) -> None:
     """Write the tokens of a part, its counts and its malformed lines to a file in the folder `partial`."""
-    counts = dict.fromkeys(COUNTS, 0)
+    left_out = [0, 0]  # empty and malformed
     malformed: list[str] = []
 
     def documents() -> Iterator[Document]:
         for one in read_part(part, columns):
             if isinstance(one, Malformed):
-                counts["malformed"] += 1
+                left_out[1] += 1
                 if len(malformed) < KEPT:
                     malformed.append(one.describe())
             elif not one.text.strip():
-                counts["empty"] += 1
+                left_out[0] += 1
             else:
-                counts["documents"] += 1
                 yield one
 
     encoded = encode(documents(), tokenizer_from_dict(tokenizer))
     with replacing(encoded_path(partial, index)) as unfinished, unfinished.open("wb") as file:
-        np.savez(file, **encoded._asdict(), counts=list(counts.values()), malformed=np.array(malformed, dtype=str))
+        np.savez(file, **encoded._asdict(), left_out=left_out, malformed=np.array(malformed, dtype=str))
 
 
 def encode_parts(waiting: Mapping[int, Part], processes: int, *options: Any) -> Iterator[int]:
@@ -330,5 +325,5 @@ def encode_parts(waiting: Mapping[int, Part], processes: int, *options: Any) -> 
 
 
 def encoded_path(partial: Path, index: int) -> Path:
-    """The file of a part: the fields of `Encoded`, `counts` (the numbers of `COUNTS`) and `malformed`."""
+    """The file of a part: the fields of `Encoded`, `left_out` (counts of empty and malformed ones) and `malformed`."""
     return partial / f"{index:06}.npz"
