@@ -174,10 +174,9 @@ class DocumentData(TaskData):
             numbers |= divide(found["train"], fractions, multi_label=self.keys.multi_label)
             found |= {name: found["train"] for name in fractions}
         found = {name: one for name, one in found.items() if name in wanted}
-        for folder, count in {one.folder: one.left_out for one in found.values() if one.left_out}.items():
-            path = folder / _LEFT_OUT
-            first = "; ".join(path.read_text(encoding="utf-8").splitlines()[:3])
-            _warn(f"{count} documents cannot be read and are left out ({path}): {first}")
+        for path in sorted({one.folder / _LEFT_OUT for one in found.values()}):
+            if lines := path.read_text(encoding="utf-8").splitlines():
+                _warn(f"{len(lines)} documents cannot be read and are left out ({path}): {'; '.join(lines[:3])}")
         self._find_repeats(found, numbers)
         for name in found:
             if not len(numbers[name]):
@@ -260,7 +259,7 @@ class DocumentData(TaskData):
         opened = store.open_store(folder, check=keys.check)
         manifest = json.loads((folder / store.MANIFEST).read_text(encoding="utf-8"))
         sets = [tuple(one) for one in manifest["label_sets"]]
-        return Labelled(opened.splits[_DOCUMENTS], sets, manifest["left_out"], folder)
+        return Labelled(opened.splits[_DOCUMENTS], sets, folder)
 
     def _find_repeats(self, found: Mapping[str, Labelled], numbers: dict[str, Integers]) -> None:
         """Warn of documents that a later split has too; with `duplicates=drop` remove them from `numbers`."""
@@ -271,8 +270,7 @@ class DocumentData(TaskData):
         }
         names = [name for name in SPLITS if name in hashes]
         for place, name in enumerate(names[:-1], start=1):
-            later = np.concatenate([hashes[other] for other in names[place:]])
-            repeated = np.flatnonzero(np.isin(hashes[name], later))
+            repeated = np.flatnonzero(np.isin(hashes[name], np.concatenate([hashes[one] for one in names[place:]])))
             if len(repeated):
                 choice = self.keys.duplicates
                 _warn(f"{len(repeated)} {name} documents are in a later split too (data.duplicates={choice})")
@@ -282,30 +280,29 @@ class DocumentData(TaskData):
     @property
     def _reading(self) -> dict[str, Any]:
         """The fields of the info that say how documents are read."""
-        keys = self.keys
-        most = None if keys.truncation == "none" else keys.max_length
-        found = {"max_length": most, "truncation": keys.truncation}
-        return {**found, "segment": keys.segment, "gradient_segments": keys.gradient_segments}
+        read = {key: getattr(self.keys, key) for key in ("max_length", "truncation", "segment", "gradient_segments")}
+        return read if read["truncation"] != "none" else {**read, "max_length": None}
 
     def _finish(
         self, found: Mapping[str, Labelled], numbers: Mapping[str, Integers], tokenizer: Tokenizer | Bare
     ) -> None:
         """Name the classes, make the targets and the info."""
         keys, trained, prepare = self.keys, self._trained, self._source.prepare
+        several = keys.multi_label
         labels = {name: np.asarray(one.corpus.labels)[numbers[name]] for name, one in found.items()}
         used = {
             name: {label for number in np.unique(labels[name]) for label in one.sets[number]}
             for name, one in found.items()
         }
         names = sort_names(used["train"]) if trained is None else trained.class_names
-        if len(names) < (1 if keys.multi_label else 2):
+        if len(names) < (1 if several else 2):
             raise ValueError(f"the training documents have {len(names)} different labels, too few for a classifier")
         for name, own in used.items():
             if unknown := sorted(own.difference(names)):
                 raise ValueError(f"the label {unknown[0]!r} of {name} documents is not among the classes {names}")
         for stage, name in STAGES.items():
             if name in found:
-                targets = targets_of(labels[name], found[name].sets, names, multi_label=keys.multi_label)
+                targets = targets_of(labels[name], found[name].sets, names, multi_label=several)
                 self._splits[stage] = Split(
                     found[name].corpus, numbers[name], targets, tokenizer.separator, keys.max_length, keys.truncation
                 )
@@ -319,16 +316,14 @@ class DocumentData(TaskData):
         counts = count_classes(train.targets, len(names))
         self._info = DocumentInfo(
             class_names=names,
-            multi_label=keys.multi_label,
+            multi_label=several,
             vocab_size=tokenizer.vocab_size,
             separator=tokenizer.separator,
             tokenizer=None if isinstance(tokenizer, Bare) else tokenizer.to_dict(),
             window=train.longest,
             text_column=keys.text_column,
             class_counts=counts,
-            class_weights=find_weights(
-                keys.class_weights, counts, train.documents, names, multi_label=keys.multi_label
-            ),
+            class_weights=find_weights(keys.class_weights, counts, train.documents, names, multi_label=several),
             source=keys.source,
             source_plugin=plugin_of(self._source.open) or plugin_of(prepare),
             preparation=None if prepare is None else f"{prepare.__module__}.{prepare.__qualname__}",
@@ -354,7 +349,7 @@ def _refuse_trained(keys: DocumentDataKeys, run: DocumentDataKeys, split: str) -
 
 
 # --- prepared documents: a folder of `longseq.tasks.text.store` with labels and hashes, whose manifest also has
-# `label_sets`, the sets of labels that occur, and `left_out`, the number of documents in left_out.txt
+# `label_sets`, the sets of labels that occur; left_out.txt lists the documents that cannot be read
 
 
 @dataclass(frozen=True)
@@ -374,7 +369,6 @@ class Labelled:
 
     corpus: store.Corpus
     sets: list[Labels]
-    left_out: int
     folder: Path
 
 
@@ -417,7 +411,6 @@ def _write(reader: Reader, tokenizer: Tokenizer | Bare, folder: Path) -> None:
         **manifest_of(tokenizer, folder),
         "splits": {_DOCUMENTS: writer.close()},
         "label_sets": list(numbers),
-        "left_out": len(left_out),
     }
     write_text(folder / store.MANIFEST, json.dumps(manifest, indent=1) + "\n")
 

@@ -86,13 +86,12 @@ Found = Iterator[Document | Malformed]
 class Part(NamedTuple):
     """A part of an input from `start` to `stop`: bytes (jsonl), row groups (parquet), rows (saved), shards (stream).
 
-    A `stop` of 0 is the end of the file. `size` is approximate, in bytes. `files` are documents of whole files.
-    `version` of a stream identifies its files.
+    A `stop` of 0 is the end of the file. `files` are documents of whole files. `version` of a stream identifies its
+    files.
     """
 
     format: str
     path: str
-    size: int
     start: int = 0
     stop: int = 0
     files: tuple[str, ...] = ()
@@ -172,20 +171,19 @@ def group_files(files: Iterable[str], *, size: int = PART_SIZE, format: str = "t
     held: list[str] = []
     total = 0
     for file in files:
+        if total >= size:
+            yield Part(format, os.path.dirname(held[0]), files=tuple(held))
+            held, total = [], 0
         held.append(file)
         total += os.path.getsize(file)
-        if total >= size:
-            yield Part(format, os.path.dirname(held[0]), total, files=tuple(held))
-            held, total = [], 0
     if held:
-        yield Part(format, os.path.dirname(held[0]), total, files=tuple(held))
+        yield Part(format, os.path.dirname(held[0]), files=tuple(held))
 
 
 def _format_of(path: Path) -> str:
     ending = path.suffix.lower()
-    if ending in (".jsonl", ".ndjson", ".json"):
-        return "jsonl"
-    if ending in _OPENERS and _format_of(path.with_suffix("")) == "jsonl":
+    lines = ending in (".jsonl", ".ndjson", ".json")
+    if lines or (ending in _OPENERS and _format_of(path.with_suffix("")) == "jsonl"):
         return "jsonl"
     return ending[1:] if ending in (*DELIMITERS, ".parquet") else "text"
 
@@ -196,10 +194,9 @@ def _parts_of_file(path: Path, size: int) -> Iterator[Part]:
         yield from _parts_of_parquet(path, size)
     elif format == "jsonl" and path.suffix.lower() not in _OPENERS:
         for start in range(0, total, size):
-            stop = min(total, start + size)
-            yield Part(format, str(path), stop - start, start, stop)
+            yield Part(format, str(path), start, min(total, start + size))
     else:
-        yield Part(format, str(path), total)
+        yield Part(format, str(path))
 
 
 def _parts_of_parquet(path: Path, size: int) -> Iterator[Part]:
@@ -210,7 +207,7 @@ def _parts_of_parquet(path: Path, size: int) -> Iterator[Part]:
     for group in range(file.num_row_groups):
         held += file.metadata.row_group(group).total_byte_size
         if held >= size or group + 1 == file.num_row_groups:
-            yield Part("parquet", str(path), held, first, group + 1)
+            yield Part("parquet", str(path), first, group + 1)
             first, held = group + 1, 0
 
 
@@ -220,12 +217,11 @@ def _parts_of_saved(path: Path, size: int) -> Iterator[Part]:
     if (path / "dataset_dict.json").is_file():
         raise ValueError(f"{path} holds several splits: name the folder of one")
     saved = load_from_disk(str(path))
-    total = saved.data.nbytes
-    count = max(1, -(-total // size))
+    count = max(1, -(-saved.data.nbytes // size))
     for index in range(count):
         start, stop = index * len(saved) // count, (index + 1) * len(saved) // count
         if stop > start:
-            yield Part("saved", str(path), total // count, start, stop)
+            yield Part("saved", str(path), start, stop)
 
 
 def _parts_of_stream(given: str, columns: Columns) -> Iterator[Part]:
@@ -239,7 +235,7 @@ def _parts_of_stream(given: str, columns: Columns) -> Iterator[Part]:
     files = [[str(one), str(file), *stamp(str(file))] for one, files in listed for file in files]
     version = hashlib.sha256(json.dumps([builder.hash, files]).encode()).hexdigest()
     for shard in range(_load_stream(given).num_shards):
-        yield Part("stream", given, 0, shard, shard + 1, version=version)
+        yield Part("stream", given, shard, shard + 1, version=version)
 
 
 def _name_stream(given: str) -> tuple[str, str | None, str]:
