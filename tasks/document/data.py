@@ -389,7 +389,7 @@ def trained_tokenizer(prepared: Labelled, numbers: Integers, size: int, cache: s
 
 def _write(reader: Reader, tokenizer: Tokenizer | Bare, folder: Path) -> None:
     """Write the files of prepared documents, the manifest last."""
-    writer = store.SplitWriter(folder, _DOCUMENTS, store.file_types(tokenizer.vocab_size, labels=True))
+    writer = store.SplitWriter(folder, _DOCUMENTS, tokenizer.vocab_size, ("labels", "hashes"))
     numbers: dict[Labels, int] = {}
     left_out: list[str] = []
 

@@ -28,7 +28,7 @@ from longseq.tasks.text.sources import (
     is_saved,
     read_parts,
 )
-from longseq.tasks.text.store import token_type
+from longseq.tasks.text.store import file_type
 from longseq.tasks.text.tokenizer import Tokenizer
 
 SEGMENT = 8192  # the default of `segment`: tokens in memory at once
@@ -89,7 +89,7 @@ class DocumentFiles(Inputs):
 
     def _documents(self, truncation: str, most: int | None) -> Iterator[_Document | Unreadable]:
         """The documents in order, truncated; `most` is the length that the model can read."""
-        info, dtype = self.info, token_type(self.info.vocab_size)
+        info, dtype = self.info, file_type("tokens", self.info.vocab_size)
         begin = np.array([] if info.separator is None else [info.separator], dtype)
         for number, one in enumerate(read_parts(self.parts, self.columns, "predicting")):
             path, details = one.place.path, {"document": number}

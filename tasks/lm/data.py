@@ -109,9 +109,8 @@ class LanguageModelData(TaskData):
             return
         self._stores = open_corpora(self.keys)
         first = self._stores[0]
-        for other in self._stores[1:]:
-            if not same_tokenizer(other.tokenizer, first.tokenizer):
-                raise ValueError(f"data.root: {first.name} and {other.name} were prepared with different tokenizers")
+        if not all(same_tokenizer(other.tokenizer, first.tokenizer) for other in self._stores):
+            raise ValueError("the folders of data.root were prepared with different tokenizers")
         for stage, split in STAGES.items():
             cut: list[Windows] = [
                 Documents(store.splits[split], self.keys.window)

@@ -111,11 +111,8 @@ class SliceBatches(Dataset[Batch]):
     def __getitem__(self, indices: BatchIndices) -> Batch:
         chosen = self.slices[indices.slice_index]
         rows = torch.as_tensor(indices.rows, dtype=torch.long).to(chosen.tokens.device, non_blocking=True)
-        tokens, places, answers = (
-            part.index_select(0, rows).long() for part in (chosen.tokens, chosen.places, chosen.answers)
-        )
-        allowed = None if chosen.allowed is None else chosen.allowed.index_select(0, rows)
-        return Batch(tokens, ProbeTargets(places, answers, allowed, indices.slice_index), [])
+        tokens, *own = (None if part is None else part.index_select(0, rows).long() for part in chosen[1:])
+        return Batch(tokens, ProbeTargets._make([*own, indices.slice_index]), [])
 
 
 class MixtureSampler(UpdateSampler[BatchIndices]):

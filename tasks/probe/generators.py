@@ -238,14 +238,13 @@ def fuzzy_recall(
     labelled = np.zeros(pieces.shape, dtype=bool)
     labelled[..., key_size:] = known[..., None]
     pieces[~used] = -1
-    pieces, labelled = pieces.reshape(samples, -1), labelled.reshape(samples, -1)
-    at_the_end = (pieces >= 0).argsort(axis=1, kind="stable")[:, -tokens:]
-    pieces, labelled = (np.take_along_axis(part, at_the_end, axis=1) for part in (pieces, labelled))
-    sequence = np.where(pieces < 0, words, pieces)
+    filled = (pieces >= 0).reshape(samples, -1)
+    at_the_end = filled.argsort(axis=1, kind="stable")[:, -tokens:]
+    flat = np.where(filled, pieces.reshape(samples, -1), words)
+    sequence = np.take_along_axis(flat, at_the_end, axis=1)
+    asked = np.take_along_axis(filled & labelled.reshape(samples, -1), at_the_end, axis=1)
     # The label of a position is the next token.
-    following = np.roll(labelled & (pieces >= 0), -1, axis=1)
-    following[:, -1] = False
-    return Samples(sequence, next_token_labels(sequence, None if label_all else following))
+    return Samples(sequence, next_token_labels(sequence, None if label_all else np.roll(asked, -1, axis=1)))
 
 
 def memorization(

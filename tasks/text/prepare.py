@@ -29,7 +29,7 @@ from longseq.tasks.commands import Prepare
 from longseq.tasks.report import long_step, progress_bar, quiet_libraries, shorten
 from longseq.tasks.text import store
 from longseq.tasks.text.sources import TEXT, Columns, Document, Malformed, Part, find_parts, read_part
-from longseq.tasks.text.store import SPLITS, Integers, SplitWriter, Tokens, file_types, stamp, token_type
+from longseq.tasks.text.store import SPLITS, Integers, SplitWriter, Tokens, file_type, stamp
 from longseq.tasks.text.tokenizer import Tokenizer, read_tokenizer, tokenizer_from_dict, train_tokenizer, trained_size
 from longseq.tasks.training.configuration import command_word, read_command
 from longseq.tasks.training.system import usable_cores, write_text
@@ -166,8 +166,8 @@ def _join(count: int, tokenizer: Tokenizer, fractions: Fractions, partial: Path,
     kept = np.zeros(len(hashes), bool)  # False for each document that equals an earlier one
     kept[np.unique(hashes, axis=0, return_index=True)[1]] = True
     has_prompts = any(prompts.any() for prompts in _arrays(partial, count, "prompts"))
-    types = file_types(tokenizer.vocab_size, prompts=has_prompts)
-    writers = {split: SplitWriter(output, split, types) for split in SPLITS}
+    others = ["prompts"] if has_prompts else []
+    writers = {split: SplitWriter(output, split, tokenizer.vocab_size, others) for split in SPLITS}
     done = 0
     with progress_bar("joining", count) as advance:
         for index in range(count):
@@ -178,9 +178,9 @@ def _join(count: int, tokenizer: Tokenizer, fractions: Fractions, partial: Path,
             done += len(numbers)
             for number, split in enumerate(SPLITS):
                 chosen = here & (numbers == number)
-                prompts = {"prompts": encoded.prompts[chosen]} if has_prompts else {}
                 tokens = encoded.tokens[np.repeat(chosen, encoded.lengths)]
-                writers[split].add(tokens, encoded.lengths[chosen], encoded.byte_counts[chosen], **prompts)
+                more = {name: getattr(encoded, name)[chosen] for name in others}
+                writers[split].add(tokens, encoded.lengths[chosen], encoded.byte_counts[chosen], **more)
             advance(1)
     empty, malformed = sum(_arrays(partial, count, "left_out")).tolist()
     counts = {"documents": int(kept.sum()), "duplicates": int((~kept).sum()), "empty": empty, "malformed": malformed}
@@ -232,7 +232,7 @@ class Encoded(NamedTuple):
 
 def encode(documents: Iterable[Document], tokenizer: Tokenizer) -> Encoded:
     """Encode documents; `prompt` and `text` are encoded separately. ValueError for one with the separator in it."""
-    dtype = token_type(tokenizer.vocab_size)
+    dtype = file_type("tokens", tokenizer.vocab_size)
     separator = np.array([tokenizer.separator], dtype)
     parts: list[np.ndarray] = []
     numbers: list[tuple[int, int, int]] = []

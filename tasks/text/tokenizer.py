@@ -80,8 +80,7 @@ class ByteTokenizer(Tokenizer):
 class FileTokenizer(Tokenizer):
     """A tokenizer of the library `tokenizers`; special tokens are neither added nor read from a text.
 
-    If `separator` is None, it is the end-of-text token of well-known vocabularies. ValueError if the tokenizer does not
-    have the separator or the start.
+    ValueError if the tokenizer does not have the separator or the start.
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
@@ -91,17 +90,15 @@ class FileTokenizer(Tokenizer):
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        name, self.separator = self._find_token([values["separator"]] if values["separator"] else SEPARATORS)
-        _, self.start = self._find_token([values.get("start") or name])
-        super().__init__({**values, "separator": name})
+        self.separator = self._number(values["separator"])
+        self.start = self._number(values.get("start") or values["separator"])
+        super().__init__(values)
 
-    def _find_token(self, names: Sequence[str]) -> tuple[str, int]:
-        """The first of `names` that the tokenizer has, and its number."""
-        for name in names:
-            number = self._tokenizer.token_to_id(name)
-            if number is not None:
-                return name, number
-        raise ValueError(f"the tokenizer has none of the tokens {', '.join(names)}")
+    def _number(self, name: str | None) -> int:
+        number = None if name is None else self._tokenizer.token_to_id(name)
+        if number is None:
+            raise ValueError(f"the tokenizer has no token {name}: give the separator, one of its tokens")
+        return number
 
     def encode_all(self, texts: Sequence[str]) -> list[Tokens]:
         self._tokenizer.encode_special_tokens = True  # reads their names as ordinary text
