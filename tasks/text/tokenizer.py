@@ -217,38 +217,28 @@ class TextStream:
 
 
 class StopStrings:
-    """Passes text on up to the first stop string; holds back what may begin one, also in the text shown `before`."""
+    """Passes text on up to the first stop string; holds back what may begin one."""
 
-    def __init__(self, stops: Sequence[str], before: str = "") -> None:
+    def __init__(self, stops: Sequence[str]) -> None:
         self._stops = list(stops)
-        begun = self._begun(before)
-        self._held = before[len(before) - begun :]
-        self._shown = begun  # characters of `_held` that were shown before
+        self._held = ""
         self.stopped = False
 
     def push(self, text: str) -> str:
         """The text that can be shown. After a stop string `stopped` is True, and nothing follows."""
-        if self.stopped:
-            return ""
-        self._held += text
+        self._held = "" if self.stopped else self._held + text
         found = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
         if found:
             self.stopped = True
             self._held = self._held[: min(found)]
             return self.finish()
-        return self._show(len(self._held) - self._begun(self._held))
+        sizes = (size for stop in self._stops for size in range(1, len(stop)) if self._held.endswith(stop[:size]))
+        return self._show(len(self._held) - max(sizes, default=0))
 
     def finish(self) -> str:
         """The rest of the text."""
         return self._show(len(self._held))
 
     def _show(self, count: int) -> str:
-        """The first `count` held characters, except those that were shown before."""
-        shown, self._held = self._held[self._shown : count], self._held[count:]
-        self._shown = max(self._shown - count, 0)
+        shown, self._held = self._held[:count], self._held[count:]
         return shown
-
-    def _begun(self, text: str) -> int:
-        """The largest number of characters at the end of `text` that begin a stop string."""
-        sizes = (size for stop in self._stops for size in range(1, len(stop)) if text.endswith(stop[:size]))
-        return max(sizes, default=0)
