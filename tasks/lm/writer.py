@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,7 +57,9 @@ class Writer:
     def _write(self, rows: Sequence[Written]) -> None:
         tokens = [torch.tensor(row.read, device=self.device) for row in rows]
         lengths = [len(row) for row in tokens]
-        room = self._check_positions(max(lengths))
+        most, room = self.model.max_length, max(lengths) + self.keys.max_new_tokens
+        if most is not None and room > most:
+            raise ValueError(f"a prompt and the new tokens, {room} in all, exceed the model's {most} positions")
         if len(set(lengths)) == 1:
             features, state = self.model.forward_features(torch.stack(tokens), max_length=room)
             last = features[:, -1]
@@ -67,23 +68,14 @@ class Writer:
             features, state = self.model.forward_features(torch.cat(tokens)[None], cu_seqlens=packing, max_length=room)
             last = features[0, packing.cu_seqlens[1:] - 1]
         scores = self.model.forward_head(last)
-        del features, last  # of all tokens of the prompts
-        self._continue(rows, state, scores)
-
-    def _continue(self, rows: Sequence[Written], state: Any, scores: Tensor) -> None:
-        """Write after `scores [B, V]`."""
-        keys = self.keys
-        seen = None
-        if self.sampling.repetition_penalty != 1:
-            seen = torch.zeros(scores.shape, dtype=torch.bool)
-            for index, row in enumerate(rows):
-                seen[index, row.read] = True
-            seen = seen.to(self.device)
-        seeds = torch.tensor([derive_seed(keys.seed, row.number) for row in rows]).to(self.device)
-        sampler = TokenSampler(self.sampling, seeds, seen=seen)
+        seen = torch.zeros(scores.shape, dtype=torch.bool)
+        for index, row in enumerate(rows):
+            seen[index, row.read] = True
+        seeds = torch.tensor([derive_seed(self.keys.seed, row.number) for row in rows])
+        sampler = TokenSampler(self.sampling, seeds.to(self.device), seen=seen.to(self.device))
         writing = Continuation(self.model, state, scores, sampler, cuda_graph=self.uses_graph)
-        del state, scores
-        for drawn in draw_tokens(writing, keys.max_new_tokens):
+        del features, last, state, scores
+        for drawn in draw_tokens(writing, self.keys.max_new_tokens):
             for row, token in zip(rows, drawn, strict=True):
                 row.push(token)
             if all(row.reason is not None for row in rows):
@@ -91,13 +83,6 @@ class Writer:
         sampler.check()
         for row in rows:
             row.finish()
-
-    def _check_positions(self, tokens: int) -> int:
-        """`tokens` and the new ones. ValueError if the model has fewer positions."""
-        most, room = self.model.max_length, tokens + self.keys.max_new_tokens
-        if most is not None and room > most:
-            raise ValueError(f"{tokens} tokens and {room - tokens} new ones exceed the model's {most} positions")
-        return room
 
 
 def draw_tokens(writing: Continuation, count: int) -> Iterator[list[int]]:
