@@ -13,8 +13,8 @@ import multiprocessing
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from itertools import islice
+from concurrent.futures import ProcessPoolExecutor
+from itertools import islice, repeat
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -303,25 +303,15 @@ def encode_part(index: int, part: Part, partial: Path, columns: Columns, tokeniz
         np.savez(file, **encoded._asdict(), left_out=left_out, malformed=np.array(malformed, dtype=str))
 
 
-def encode_parts(waiting: Mapping[int, Part], processes: int, *options: Any) -> Iterator[int]:
-    """Encode the parts `waiting`, by number; yields each number when its part is done.
-
-    `options` are the other arguments of `encode_part`.
-    """
+def encode_parts(waiting: Mapping[int, Part], processes: int, *options: Any) -> Iterator[None]:
+    """Encode the parts `waiting`, by number, one a step; `options` are the other arguments of `encode_part`."""
+    arguments: list[Any] = [list(waiting), list(waiting.values()), *map(repeat, options)]
     if processes <= 1:
-        for index, part in waiting.items():
-            encode_part(index, part, *options)
-            yield index
+        yield from map(encode_part, *arguments)
         return
     context = multiprocessing.get_context("spawn")  # forks would share this process's threads
     with ProcessPoolExecutor(processes, context, os.putenv, ("TOKENIZERS_PARALLELISM", "false")) as pool:
-        running = {pool.submit(encode_part, index, part, *options): index for index, part in waiting.items()}
-        try:
-            for done in as_completed(running):
-                done.result()
-                yield running[done]
-        finally:
-            pool.shutdown(cancel_futures=True)
+        yield from pool.map(encode_part, *arguments)
 
 
 def encoded_path(partial: Path, index: int) -> Path:

@@ -263,9 +263,13 @@ def _read_jsonl(part: Part, columns: Columns) -> Found:
         for number, line in enumerate(file, start=1):
             if offset >= part.stop > 0:
                 return
-            if line.strip():
-                yield _parse(line, columns, Place(part.path, f"byte {offset}" if part.start else f"line {number}"))
+            place = Place(part.path, f"byte {offset}" if part.start else f"line {number}")
             offset += len(line)
+            if line.strip():
+                try:
+                    yield _document(json.loads(line.decode("utf-8-sig")), columns, place)
+                except ValueError as error:
+                    yield Malformed(place, f"no JSON ({error})")
 
 
 def _open_zstd(path: str) -> IO[bytes]:
@@ -276,14 +280,6 @@ def _open_zstd(path: str) -> IO[bytes]:
 
 # Compressed files of lines, by their ending.
 _OPENERS: dict[str, Callable[[str], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _open_zstd}
-
-
-def _parse(line: bytes, columns: Columns, place: Place) -> Document | Malformed:
-    try:
-        row = json.loads(line.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        return Malformed(place, f"no JSON ({error})")
-    return _document(row, columns, place)
 
 
 def _read_table(part: Part, columns: Columns) -> Found:
