@@ -163,11 +163,10 @@ class DocumentData(TaskData):
         if self._splits:
             return
         opened, wanted = self._source.open(self.keys), self._wanted
-        divided = [name for name in wanted if name not in opened.splits]
-        fractions = self._fractions(opened.splits)
-        needed = [*wanted, "train"] if divided else wanted
-        readers = {name: find() for name, find in opened.splits.items() if name in needed}
-        tokenizer = self._choose_tokenizer(opened, readers, fractions)
+        needed = wanted if all(name in opened for name in wanted) else [*wanted, "train"]
+        fractions = self._fractions(opened)
+        readers = {name: find() for name, find in opened.items() if name in needed}
+        tokenizer = self._choose_tokenizer(readers, fractions)
         found = {name: self._prepare(reader, tokenizer, name) for name, reader in readers.items()}
         numbers = {name: np.arange(one.corpus.documents) for name, one in found.items()}
         if "train" in found and fractions:
@@ -222,14 +221,12 @@ class DocumentData(TaskData):
             found[name] = value
         return found
 
-    def _choose_tokenizer(
-        self, opened: sources.Opened, readers: Mapping[str, Reader], fractions: Mapping[str, float]
-    ) -> Tokenizer | Bare:
-        trained, choice = self._trained, self.keys.tokenizer
-        if opened.vocab_size is not None:
-            if trained is not None and (trained.tokenizer is not None or opened.vocab_size > trained.vocab_size):
+    def _choose_tokenizer(self, readers: Mapping[str, Reader], fractions: Mapping[str, float]) -> Tokenizer | Bare:
+        trained, choice, own = self._trained, self.keys.tokenizer, self._source.vocab_size
+        if own is not None:
+            if trained is not None and (trained.tokenizer is not None or own > trained.vocab_size):
                 raise ValueError(f"data.source={self.keys.source} has other tokens than the model")
-            return Bare(opened.vocab_size)
+            return Bare(own)
         known = tokenizer_of(self._init) if trained is None else trained.make_tokenizer().to_dict()
         if known is not None and choice in (None, "init"):
             return tokenizer_from_dict(known)

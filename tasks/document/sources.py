@@ -3,7 +3,7 @@
 A registered source gives documents as text, or as tokens without a text:
 
 import numpy as np
-from longseq.tasks.document.sources import Opened, Reader, Source, register
+from longseq.tasks.document.sources import Reader, Source, register
 from longseq.tasks.text.sources import Document, Place
 
 def read(keys):
@@ -12,9 +12,9 @@ def read(keys):
         yield Document(digits, ("odd" if index % 2 else "even",), Place("numbers", f"row {index}"))
 
 def numbers(keys):
-    return Opened({"train": lambda: Reader(lambda: read(keys), stamp=[1000])}, vocab_size=10)
+    return {"train": lambda: Reader(lambda: read(keys), stamp=[1000])}
 
-register("numbers", Source(numbers, reads=("validation", "test")))  # data.source=numbers
+register("numbers", Source(numbers, reads=("validation", "test"), vocab_size=10))  # data.source=numbers
 
 It has training documents only; data.validation and data.test are shares of them.
 """
@@ -63,29 +63,24 @@ class Reader:
     stamp: Any
 
 
-@dataclass(frozen=True)
-class Opened:
-    """Functions that find the documents of train, and of validation and test unless they are shares of train.
-
-    `vocab_size` is the number of tokens of a source of tokens; None for text.
-    """
-
-    splits: Mapping[str, Callable[[], Reader]]
-    vocab_size: int | None = None
+Splits = Mapping[str, Callable[[], Reader]]
 
 
 @dataclass(frozen=True)
 class Source:
-    """A source: the function that opens it, and which optional keys of `data` it reads.
+    """A source of labelled documents.
 
-    `reads` may name root, train, text_column, label_column, label_delimiter, tokenizer, separator, options; and
-    validation and test, where these can be shares of train. `longseq predict` calls `prepare` on each text, as the
-    source itself does.
+    open: functions that find the documents of train, and of validation and test unless they are shares of train.
+    reads: which of these keys it reads: root, train, text_column, label_column, label_delimiter, tokenizer, separator,
+        options; and validation and test, where these can be shares of train.
+    prepare: what the source does to each text, which `longseq predict` does as well.
+    vocab_size: the number of tokens of a source of tokens; None for text.
     """
 
-    open: Callable[[DocumentDataKeys], Opened]
+    open: Callable[[DocumentDataKeys], Splits]
     reads: tuple[str, ...] = ()
     prepare: Callable[[str], str] | None = None
+    vocab_size: int | None = None
 
 
 TEXT_KEYS = ("tokenizer", "separator", "validation", "test")
@@ -111,13 +106,13 @@ def find(name: str) -> Source:
 # --- files
 
 
-def _open_files(keys: DocumentDataKeys) -> Opened:
+def _open_files(keys: DocumentDataKeys) -> Splits:
     """Files and folders: only `root`, or `train`, `validation` and `test` below it."""
     splits = {"train": partial(_find_files, keys, keys.train)}
     for name in ("validation", "test"):
         if isinstance(given := getattr(keys, name), str):
             splits[name] = partial(_find_files, keys, given)
-    return Opened(splits)
+    return splits
 
 
 def _find_files(keys: DocumentDataKeys, given: str | None) -> Reader:
@@ -227,7 +222,7 @@ _BEGIN = 256  # the token before each text of a pair, after the 256 bytes
 _LEVELS = 256  # of grey
 
 
-def _listops(keys: DocumentDataKeys) -> Opened:
+def _listops(keys: DocumentDataKeys) -> Splits:
     """Expressions of the probe listops; `options` are the generator's options, the number of samples, and seed."""
     options = dict(keys.options)
     counts = [options.pop(split, count) for split, count in zip(SPLITS, (96_000, 2_000, 2_000), strict=True)]
@@ -236,7 +231,7 @@ def _listops(keys: DocumentDataKeys) -> Opened:
     for number, (split, count) in enumerate(zip(SPLITS, counts, strict=True)):
         read = partial(_generate, count, derive_seed(seed, number), options, split)
         splits[split] = partial(Reader, read, stamp=[count, seed, number, sorted(options.items())])
-    return Opened(splits, vocab_size=CLOSE + 1)
+    return splits
 
 
 def _generate(count: int, seed: int, options: dict[str, Any], split: str) -> Found:
@@ -250,7 +245,7 @@ def _generate(count: int, seed: int, options: dict[str, Any], split: str) -> Fou
             yield Document(tokens[tokens <= CLOSE], (str(result),), Place(f"listops/{split}", f"row {row}"))
 
 
-def _image(keys: DocumentDataKeys) -> Opened:
+def _image(keys: DocumentDataKeys) -> Splits:
     """CIFAR-10 in grey, 1,024 tokens an image, with the splits of data=cifar10; root may also have class folders."""
     source = "folder" if os.path.isdir(os.path.join(keys.root or "", "train")) else "torch/cifar10"
 
@@ -267,10 +262,7 @@ def _image(keys: DocumentDataKeys) -> Opened:
             yield Document(_grey_levels(image), labels, Place(found.source.path(index)))
 
     known = stamp(str(keys.root))
-    return Opened(
-        {split: partial(Reader, partial(read, split), stamp=["grey", split, known]) for split in SPLITS},
-        vocab_size=_LEVELS,
-    )
+    return {split: partial(Reader, partial(read, split), stamp=["grey", split, known]) for split in SPLITS}
 
 
 def _grey_levels(image: Image.Image) -> np.ndarray:
@@ -278,7 +270,7 @@ def _grey_levels(image: Image.Image) -> np.ndarray:
     return np.asarray(image.convert("L")).reshape(-1)
 
 
-def _retrieval(keys: DocumentDataKeys) -> Opened:
+def _retrieval(keys: DocumentDataKeys) -> Splits:
     """Pairs of papers of the ACL Anthology Network, and whether one cites the other, from the arena's tsv files.
 
     A document is both texts, each after the token `_BEGIN` and truncated to `options.text_bytes` bytes.
@@ -293,7 +285,7 @@ def _retrieval(keys: DocumentDataKeys) -> Opened:
         return Reader(partial(_read_pairs, path, size), stamp=[size, str(path.resolve()), *stamp(str(path))])
 
     endings = {"train": "train", "validation": "eval", "test": "test"}
-    return Opened({split: partial(find_pairs, ending) for split, ending in endings.items()}, vocab_size=_BEGIN + 1)
+    return {split: partial(find_pairs, ending) for split, ending in endings.items()}
 
 
 def _read_pairs(path: Path, size: int) -> Found:
@@ -309,7 +301,7 @@ def _read_pairs(path: Path, size: int) -> Found:
                 yield Document(tokens, (chr(cells[0][0]),), place)
 
 
-def _pathfinder(keys: DocumentDataKeys) -> Opened:
+def _pathfinder(keys: DocumentDataKeys) -> Splits:
     """Images with two marks, and whether a dashed path joins them; a token is a pixel.
 
     `root` is a folder of one difficulty, with metadata/ and imgs/, or the folder of one resolution, whose hardest
@@ -321,7 +313,7 @@ def _pathfinder(keys: DocumentDataKeys) -> Opened:
     listing = sorted((root / "metadata").glob("*.npy"))
     stamps = [str(root.resolve()), *([path.name, *stamp(str(path))] for path in listing)]
     readers = {split: Reader(partial(_read_paths, root, listing, split), stamp=[split, *stamps]) for split in SPLITS}
-    return Opened({split: partial(readers.__getitem__, split) for split in SPLITS}, vocab_size=_LEVELS)
+    return {split: partial(readers.__getitem__, split) for split in SPLITS}
 
 
 def _read_paths(root: Path, listing: list[Path], split: str) -> Found:
@@ -349,8 +341,8 @@ def _read_paths(root: Path, listing: list[Path], split: str) -> Found:
 
 
 register("files", Source(_open_files, reads=FILE_KEYS))
-register("libraries", Source(lambda keys: Opened({"train": _open_libraries}), reads=TEXT_KEYS, prepare=conceal))
-register("lra_listops", Source(_listops, reads=("options",)))
-register("lra_image", Source(_image, reads=("root",)))
-register("lra_retrieval", Source(_retrieval, reads=("root", "options")))
-register("lra_pathfinder", Source(_pathfinder, reads=("root",)))
+register("libraries", Source(lambda keys: {"train": _open_libraries}, reads=TEXT_KEYS, prepare=conceal))
+register("lra_listops", Source(_listops, reads=("options",), vocab_size=CLOSE + 1))
+register("lra_image", Source(_image, reads=("root",), vocab_size=_LEVELS))
+register("lra_retrieval", Source(_retrieval, reads=("root", "options"), vocab_size=_BEGIN + 1))
+register("lra_pathfinder", Source(_pathfinder, reads=("root",), vocab_size=_LEVELS))

@@ -73,7 +73,7 @@ class Writer:
             seen[index, row.read] = True
         seeds = torch.tensor([derive_seed(self.keys.seed, row.number) for row in rows])
         sampler = TokenSampler(self.sampling, seeds.to(self.device), seen=seen.to(self.device))
-        writing = Continuation(self.model, state, scores, sampler, cuda_graph=self.uses_graph)
+        writing = Continuation(self.model, state, scores, sampler, cuda_graph=self.uses_graph)  # type: ignore[arg-type]
         del features, last, state, scores
         for drawn in draw_tokens(writing, self.keys.max_new_tokens):
             for row, token in zip(rows, drawn, strict=True):

@@ -18,7 +18,7 @@ import math
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -227,19 +227,15 @@ class EveryWindow(EvaluationSampler):
 
     def __init__(self, counts: Sequence[int], batch_size: int, *, rank: int = 0, world_size: int = 1) -> None:
         super().__init__(sum(counts), batch_size, rank=rank, world_size=world_size)
-        self.counts, self.ends = counts, np.cumsum(counts)
+        self.windows = [WindowIndex(corpus, window) for corpus, count in enumerate(counts) for window in range(count)]
 
     def __iter__(self) -> Iterator[list[WindowIndex]]:  # type: ignore[override]
         for number in range(len(self)):
-            positions = self.batch(number)
+            positions: Iterable[int] = self.batch(number)
             if self.in_order:  # full batches, because a missing window would have predictions of its own
                 first = (self.rank + self.world_size * number) * self.batch_size
-                positions = list(range(first, min(first + self.batch_size, self.num_samples)))
-            corpora = np.searchsorted(self.ends, positions, side="right").tolist()
-            yield [
-                WindowIndex(corpus, position - int(self.ends[corpus]) + self.counts[corpus])
-                for corpus, position in zip(corpora, positions, strict=True)
-            ]
+                positions = range(first, min(first + self.batch_size, self.num_samples))
+            yield [self.windows[position] for position in positions]
 
 
 class EveryStream(Sampler[list[WindowIndex | None]]):
