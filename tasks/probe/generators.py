@@ -331,7 +331,7 @@ def regbench(
     most = vocab_size - 2
     if not 1 <= letters[0] <= letters[1] <= most <= 62:  # `allowed` has 62 bits
         raise ValueError(f"letters={list(letters)} must lie in 1 ... {min(most, 62)}")
-    targets = _automata(random, samples, states, letters, edges, most)
+    targets = _automata(random, samples, most, states, letters, edges)
     length = random.integers(string_length[0], string_length[1], (samples, strings[1]), endpoint=True)
     count = random.integers(strings[0], strings[1], samples, endpoint=True)
     ends = (length + 1).cumsum(axis=1) - 1  # the position of the separator after each string
@@ -361,15 +361,12 @@ def regbench(
     return Samples(tokens, next_token_labels(tokens, letter_follows), allowed, _canonical(targets))
 
 
-def _automata(
-    random: np.random.Generator,
-    samples: int,
-    states: tuple[int, int],
-    letters: tuple[int, int],
-    edges: tuple[int, int],
-    most: int,
-) -> Integers:
-    """Draws transitions `[N, S, most]`: the state to which a letter leads, or -1 without such an edge."""
+def _automata(random: np.random.Generator, samples: int, most: int, *ranges: tuple[int, int]) -> Integers:
+    """Draws transitions `[N, S, most]`: the state to which a letter leads, or -1 without such an edge.
+
+    `ranges` are of the numbers of states, of letters and of edges per state.
+    """
+    states, letters, edges = ranges
     size = random.integers(states[0], states[1], samples, endpoint=True)
     alphabet = random.integers(letters[0], letters[1], samples, endpoint=True)
     rank = random.random((samples, most)).argsort(axis=1).argsort(axis=1)

@@ -116,15 +116,21 @@ def find_parts(
             parts += _parts_of_stream(given, columns)
         elif not path.exists():
             raise FileNotFoundError(f"{given} does not exist")
-        elif is_saved(path) and not whole_files:
+        elif _is_saved(path) and not whole_files:
             parts += _parts_of_saved(path, size)
         else:
-            formats = {file: "text" if whole_files else _format_of(Path(file)) for file in files_below(path)}
+            formats = {file: "text" if whole_files else _format_of(Path(file)) for file in _files_below(path)}
             parts += [part for file in formats if formats[file] != "text" for part in _parts_of_file(Path(file), size)]
             parts += group_files([file for file in formats if formats[file] == "text"], size=size)
     if not parts:
         raise ValueError(f"{', '.join(inputs)}: no file with text")
     return parts
+
+
+def find_in_order(path: str, columns: Columns) -> list[Part]:
+    """The parts of one input; files of all formats below a folder keep their order."""
+    listed = [] if path.startswith(STREAM) or _is_saved(Path(path)) else list(_files_below(Path(path)))
+    return find_parts(listed or [path], columns)
 
 
 def read_part(part: Part, columns: Columns) -> Found:
@@ -140,12 +146,12 @@ def read_parts(parts: Sequence[Part], columns: Columns, description: str) -> Fou
             advance(1)
 
 
-def is_saved(path: Path) -> bool:
+def _is_saved(path: Path) -> bool:
     """True for a folder that the library `datasets` has saved."""
     return (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
 
 
-def files_below(path: Path) -> Iterator[str]:
+def _files_below(path: Path) -> Iterator[str]:
     """The file, or the files below a folder and linked folders in the order of their names, without hidden ones."""
     if path.is_file():
         yield str(path)
