@@ -1,8 +1,7 @@
 """`longseq prepare`: text becomes a folder of tokens (see `longseq.tasks.text.store`).
 
-Processes encode the parts of the input in parallel, each part into a file below OUTPUT/.partial. When all parts are
-done, one process joins them in the order of the input, without duplicates. The same command continues an interrupted
-one.
+Processes encode the parts of the input in parallel; one process writes them in the order of the input, without
+duplicates.
 """
 
 from __future__ import annotations
@@ -11,18 +10,17 @@ import hashlib
 import json
 import multiprocessing
 import os
-import shutil
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from itertools import islice, repeat
+from concurrent.futures import Future, ProcessPoolExecutor
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-from filelock import FileLock
 from omegaconf import DictConfig
 
-from longseq.files import crc32_of, replacing
+from longseq.files import crc32_of
 from longseq.hub import find_source
 from longseq.models import read
 from longseq.tasks.commands import Prepare
@@ -86,35 +84,50 @@ def prepare(
 ) -> dict[str, Any]:
     """Write the tokens of `parts` to the folder `output`; returns its manifest.
 
-    `processes` read and encode, by default one for each core that this process can use.
-
-    ValueError if the folder has tokens already or the input no document; filelock.Timeout if another process writes.
+    `processes` read and encode, by default one for each core that this process can use. ValueError if the folder has
+    tokens already or the input no document.
     """
     if (output / store.MANIFEST).exists():
         raise ValueError(f"{output} holds prepared tokens already")
-    plan = json.dumps(plan_of(parts, columns, tokenizer, separator, fractions))
-    partial = output / store.PARTIAL / hashlib.sha256(plan.encode()).hexdigest()[:16]
-    partial.mkdir(parents=True, exist_ok=True)
-    with FileLock(output / store.PARTIAL / "lock", timeout=0):
-        choice = tokenizer
-        if (size := trained_size(tokenizer)) is not None:
-            choice = str(partial / store.TOKENIZER)
-            if not os.path.exists(choice):
-                with long_step("training the tokenizer"):
-                    trained = train_tokenizer(_training_texts(parts, columns, fractions), size)
-                write_text(Path(choice), trained.to_dict()["json"])
-        chosen = read_tokenizer(choice, separator if size is None else None)
-        waiting = {index: part for index, part in enumerate(parts) if not encoded_path(partial, index).exists()}
-        processes = min(processes or usable_cores(), len(waiting))
-        with progress_bar("encoding", len(parts), done=len(parts) - len(waiting)) as advance:
-            for _ in encode_parts(waiting, processes, partial, columns, chosen.to_dict()):
-                advance(1)
-        malformed = np.concatenate(_arrays(partial, len(parts), "malformed")).tolist()[:KEPT]
-        manifest = {**_join(len(parts), chosen, fractions, partial, output), "malformed": malformed}
-        if manifest["counts"]["documents"] == 0:
-            raise ValueError(f"the input holds no document: {manifest['counts']}, {malformed[:1]}")
-        write_text(output / store.MANIFEST, json.dumps(manifest, indent=1) + "\n")
-    shutil.rmtree(output / store.PARTIAL)
+    output.mkdir(parents=True, exist_ok=True)
+    if (size := trained_size(tokenizer)) is None:
+        chosen = read_tokenizer(tokenizer, separator)
+    else:
+        with long_step("training the tokenizer"):
+            chosen = train_tokenizer(_training_texts(parts, columns, fractions), size)
+    others = [] if columns.prompt is None else ["prompts"]
+    writers = {split: SplitWriter(output, split, chosen.vocab_size, others) for split in SPLITS}
+    counts = dict.fromkeys(("documents", "duplicates", "empty", "malformed"), 0)
+    listed: list[str] = []
+    seen: set[bytes] = set()
+    with progress_bar("encoding", len(parts)) as advance:
+        for encoded, empty, malformed in encode_parts(parts, processes or usable_cores(), columns, chosen.to_dict()):
+            counts["empty"] += empty
+            counts["malformed"] += len(malformed)
+            listed += malformed[: KEPT - len(listed)]
+            fresh = np.zeros(len(encoded.hashes), bool)
+            for place, content in enumerate(map(bytes, encoded.hashes)):
+                fresh[place] = content not in seen
+                seen.add(content)
+            counts["duplicates"] += int((~fresh).sum())
+            numbers = split_numbers(encoded.hashes, fractions)
+            for number, split in enumerate(SPLITS):
+                here = fresh & (numbers == number)
+                tokens = encoded.tokens[np.repeat(here, encoded.lengths)]
+                more = {name: getattr(encoded, name)[here] for name in others}
+                writers[split].add(tokens, encoded.lengths[here], encoded.byte_counts[here], **more)
+            advance(1)
+    counts["documents"] = len(seen)
+    if not seen:
+        raise ValueError(f"the input holds no document: {counts}, {listed[:1]}")
+    manifest = {
+        **manifest_of(chosen, output),
+        "fractions": dict(fractions),
+        "counts": counts,
+        "splits": {split: writer.close() for split, writer in writers.items()},
+        "malformed": listed,
+    }
+    write_text(output / store.MANIFEST, json.dumps(manifest, indent=1) + "\n")
     return manifest
 
 
@@ -149,47 +162,6 @@ def _training_texts(parts: Sequence[Part], columns: Columns, fractions: Fraction
                 left -= len(document.text)
                 if left <= 0:
                     return
-
-
-def _arrays(partial: Path, count: int, name: str) -> list[Any]:
-    """One of the arrays of each part."""
-    found = []
-    for index in range(count):
-        with np.load(encoded_path(partial, index)) as arrays:
-            found.append(arrays[name])
-    return found
-
-
-def _join(count: int, tokenizer: Tokenizer, fractions: Fractions, partial: Path, output: Path) -> dict[str, Any]:
-    """Write the files of all splits; returns the manifest."""
-    hashes = np.concatenate(_arrays(partial, count, "hashes"))
-    kept = np.zeros(len(hashes), bool)  # False for each document that equals an earlier one
-    kept[np.unique(hashes, axis=0, return_index=True)[1]] = True
-    has_prompts = any(prompts.any() for prompts in _arrays(partial, count, "prompts"))
-    others = ["prompts"] if has_prompts else []
-    writers = {split: SplitWriter(output, split, tokenizer.vocab_size, others) for split in SPLITS}
-    done = 0
-    with progress_bar("joining", count) as advance:
-        for index in range(count):
-            with np.load(encoded_path(partial, index)) as arrays:
-                encoded = Encoded(**{name: arrays[name] for name in Encoded._fields})
-            numbers = split_numbers(encoded.hashes, fractions)
-            here = kept[done : done + len(numbers)]
-            done += len(numbers)
-            for number, split in enumerate(SPLITS):
-                chosen = here & (numbers == number)
-                tokens = encoded.tokens[np.repeat(chosen, encoded.lengths)]
-                more = {name: getattr(encoded, name)[chosen] for name in others}
-                writers[split].add(tokens, encoded.lengths[chosen], encoded.byte_counts[chosen], **more)
-            advance(1)
-    empty, malformed = sum(_arrays(partial, count, "left_out")).tolist()
-    counts = {"documents": int(kept.sum()), "duplicates": int((~kept).sum()), "empty": empty, "malformed": malformed}
-    return {
-        **manifest_of(tokenizer, output),
-        "fractions": dict(fractions),
-        "counts": counts,
-        "splits": {split: writer.close() for split, writer in writers.items()},
-    }
 
 
 def manifest_of(tokenizer: Any, output: Path) -> dict[str, Any]:
@@ -282,38 +254,35 @@ def batched(items: Iterable[T]) -> Iterator[list[T]]:
         yield batch
 
 
-def encode_part(index: int, part: Part, partial: Path, columns: Columns, tokenizer: Mapping[str, Any]) -> None:
-    """Write the tokens of a part, its counts and its malformed lines to a file in the folder `partial`."""
-    left_out = [0, 0]  # empty and malformed
-    malformed: list[str] = []
+def encode_part(part: Part, columns: Columns, tokenizer: Mapping[str, Any]) -> tuple[Encoded, int, list[str]]:
+    """The tokens of a part, the number of its empty documents, and what cannot be read."""
+    empty, malformed = 0, list[str]()
 
     def documents() -> Iterator[Document]:
+        nonlocal empty
         for one in read_part(part, columns):
             if isinstance(one, Malformed):
-                left_out[1] += 1
-                if len(malformed) < KEPT:
-                    malformed.append(one.describe())
+                malformed.append(one.describe())
             elif not one.text.strip():
-                left_out[0] += 1
+                empty += 1
             else:
                 yield one
 
-    encoded = encode(documents(), tokenizer_from_dict(tokenizer))
-    with replacing(encoded_path(partial, index)) as unfinished, unfinished.open("wb") as file:
-        np.savez(file, **encoded._asdict(), left_out=left_out, malformed=np.array(malformed, dtype=str))
+    return encode(documents(), tokenizer_from_dict(tokenizer)), empty, malformed
 
 
-def encode_parts(waiting: Mapping[int, Part], processes: int, *options: Any) -> Iterator[None]:
-    """Encode the parts `waiting`, by number, one a step; `options` are the other arguments of `encode_part`."""
-    arguments: list[Any] = [list(waiting), list(waiting.values()), *map(repeat, options)]
-    if processes <= 1:
-        yield from map(encode_part, *arguments)
+def encode_parts(parts: Sequence[Part], processes: int, *options: Any) -> Iterator[tuple[Encoded, int, list[str]]]:
+    """`encode_part` of each part, in their order; `options` are its other arguments."""
+    if processes == 1 or len(parts) == 1:
+        for part in parts:
+            yield encode_part(part, *options)
         return
     context = multiprocessing.get_context("spawn")  # forks would share this process's threads
     with ProcessPoolExecutor(processes, context, os.putenv, ("TOKENIZERS_PARALLELISM", "false")) as pool:
-        yield from pool.map(encode_part, *arguments)
-
-
-def encoded_path(partial: Path, index: int) -> Path:
-    """The file of a part: the fields of `Encoded`, `left_out` (counts of empty and malformed ones) and `malformed`."""
-    return partial / f"{index:06}.npz"
+        running = deque[Future[tuple[Encoded, int, list[str]]]]()
+        for part in parts:
+            running.append(pool.submit(encode_part, part, *options))
+            if len(running) > processes:  # no more, because their tokens are in memory
+                yield running.popleft().result()
+        while running:
+            yield running.popleft().result()

@@ -38,7 +38,6 @@ Tokens = npt.NDArray[np.unsignedinteger[Any]]
 VERSION = 1
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
-PARTIAL = ".partial"
 SPLITS = ("train", "validation", "test")
 
 
