@@ -13,7 +13,7 @@ from longseq.backbones.tokens import TokenBackbone
 from longseq.kernels.packing import Packing
 from longseq.tasks.commands import Generate
 from longseq.tasks.data.sampler import derive_seed
-from longseq.tasks.text.tokenizer import StopStrings, TextStream, Tokenizer
+from longseq.tasks.text.tokenizer import TextStream, Tokenizer
 
 Show = Callable[[str], None]
 
@@ -120,8 +120,7 @@ class Written:
         self.tokens: list[int] = []
         self.text = ""
         self._ends = writer.tokenizer.ends if writer.keys.end else ()
-        self._stream = TextStream(writer.tokenizer, read)
-        self._stops = StopStrings(writer.keys.stop)
+        self._stream = TextStream(writer.tokenizer, read, writer.keys.stop)
 
     def push(self, token: int) -> None:
         """Add a token, unless the text has ended."""
@@ -131,15 +130,15 @@ class Written:
             self.reason = "end"
             return
         self.tokens.append(token)
-        self._add(self._stops.push(self._stream.push(token)))
-        if self._stops.stopped:
+        self._add(self._stream.push(token))
+        if self._stream.stopped:
             self.reason = "stop"
 
     def finish(self) -> None:
         """Add the text that waits for more tokens."""
         self.reason = self.reason or "length"
         if self.reason != "stop":
-            self._add(self._stops.push(self._stream.finish()) + self._stops.finish())
+            self._add(self._stream.finish())
 
     def _add(self, text: str) -> None:
         self.text += text

@@ -184,14 +184,18 @@ class TextInfo(Info):
 
 
 class TextStream:
-    """Turns tokens into text as they come; holds back tokens until their characters are whole.
+    """Turns tokens into text as they come, up to the first stop string.
 
-    `context` are the tokens of the text before, by which some tokenizers decide on a blank between words.
+    Holds back tokens until their characters are whole, and text that may begin a stop string. `context` are the tokens
+    of the text before, by which some tokenizers decide on a blank between words.
     """
 
-    def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()) -> None:
-        self._tokenizer = tokenizer
+    stopped = False  # by a stop string
+
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = (), stops: Sequence[str] = ()) -> None:
+        self._tokenizer, self._stops = tokenizer, stops
         self._waiting: list[int] = []
+        self._held = ""  # may begin a stop string
         self._context = list(context)[-_CONTEXT:]
         # A cut inside a character makes all of Llama's byte tokens up to the next other token invalid.
         while tokenizer.decode(self._context).startswith(_NO_CHARACTER):
@@ -200,14 +204,12 @@ class TextStream:
     def push(self, token: int) -> str:
         """The text that a token completes, possibly none."""
         self._waiting.append(token)
-        return "" if self._text().endswith(_NO_CHARACTER) else self.finish()
+        text = self._text()
+        return "" if text.endswith(_NO_CHARACTER) else self._show(text)
 
     def finish(self) -> str:
         """The rest of the text, with U+FFFD for bytes that form no character."""
-        text = self._text()
-        if text:
-            self._context, self._waiting = self._waiting, []
-        return text
+        return self._show(self._text()) + self._held
 
     def _text(self) -> str:
         """The text of the tokens that wait."""
@@ -215,30 +217,14 @@ class TextStream:
         # Invalid byte tokens also make the valid ones before them invalid.
         return whole[len(before) :] if whole.startswith(before) else self._tokenizer.decode(self._waiting)
 
-
-class StopStrings:
-    """Passes text on up to the first stop string; holds back what may begin one."""
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = list(stops)
-        self._held = ""
-        self.stopped = False
-
-    def push(self, text: str) -> str:
-        """The text that can be shown. After a stop string `stopped` is True, and nothing follows."""
-        self._held = "" if self.stopped else self._held + text
-        found = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
-        if found:
-            self.stopped = True
-            self._held = self._held[: min(found)]
-            return self.finish()
-        sizes = (size for stop in self._stops for size in range(1, len(stop)) if self._held.endswith(stop[:size]))
-        return self._show(len(self._held) - max(sizes, default=0))
-
-    def finish(self) -> str:
-        """The rest of the text."""
-        return self._show(len(self._held))
-
-    def _show(self, count: int) -> str:
-        shown, self._held = self._held[:count], self._held[count:]
-        return shown
+    def _show(self, text: str) -> str:
+        """What can be shown when `text`, of the tokens that wait, comes after the text that is held."""
+        if text:
+            self._context, self._waiting = self._waiting, []
+        text = self._held + text
+        begun = (size for stop in self._stops for size in range(len(stop)) if text.endswith(stop[:size]))
+        found = min((place for stop in self._stops if (place := text.find(stop)) >= 0), default=None)
+        self.stopped = found is not None
+        count = len(text) - max(begun, default=0) if found is None else found
+        self._held = "" if self.stopped else text[count:]
+        return text[:count]

@@ -14,7 +14,7 @@ from longseq.backbones.tokens import TokenBackbone
 from longseq.tasks import generate
 from longseq.tasks.commands import Generate
 from longseq.tasks.lm.writer import Writer
-from longseq.tasks.text.tokenizer import ByteTokenizer, FileTokenizer, StopStrings, TextStream
+from longseq.tasks.text.tokenizer import ByteTokenizer, FileTokenizer, TextStream
 
 PROMPTS = ["a", "some text", "", "état", "a longer prompt than the others"]
 KEYS = {
@@ -98,12 +98,12 @@ def check_that_graphs_change_nothing(mixer, device):
 
 
 def test_a_stop_string_is_found_across_tokens_and_what_may_begin_one_is_held_back():
-    stops = StopStrings(["END", "ENOUGH"])
-    shown = [stops.push(part) for part in ("text E", "N", "O", "R ", "EN", "D more")]
+    stream = TextStream(ByteTokenizer(), stops=["END", "ENOUGH"])
+    shown = ["".join(stream.push(token) for token in part) for part in (b"text E", b"N", b"O", b"R ", b"EN", b"D")]
     assert shown == ["text ", "", "", "ENOR ", "", ""]
-    assert stops.stopped
-    unfinished = StopStrings(["END"])
-    assert unfinished.push("the EN") + unfinished.finish() == "the EN"
+    assert stream.stopped
+    unfinished = TextStream(ByteTokenizer(), stops=["END"])
+    assert "".join(unfinished.push(token) for token in b"the EN") + unfinished.finish() == "the EN"
 
 
 @pytest.mark.parametrize("text", ["été 漢字 a😀b e\u0301".encode(), b"Y\x8b\x9b\xde\xb6r", b"\xf0\xb6\xac\xff\x80\x9f"])
