@@ -339,27 +339,33 @@ class WindowBatches(Dataset[Batch]):
         shape = (self.rows, self.length)
         tokens, targets = np.full(shape, self.separator, np.int64), np.full(shape, IGNORED, np.int64)
         fresh = np.ones(self.rows, bool)
-        borders = [[0] for _ in range(self.rows)]  # of each row: where sequences begin
+        begins = np.zeros(shape, bool)  # where sequences begin
+        begins[:, 0] = True
         byte_count = 0
         for index, one in enumerate(batch):
             if one is None:
                 continue
-            windows = self.cut[one.corpus]
-            begins, place = [0], 0
+            windows, place = self.cut[one.corpus], 0
             for span in windows.spans(one.window, one.shift):
                 inside = slice(place, place + len(span))
                 tokens[index, inside], targets[index, inside], starts, covered = self._read(windows.corpus, span)
                 byte_count += covered
-                begins += [place, *(place + starts).tolist()]
+                begins[index, place] = begins[index, place + starts] = True
                 if place == 0:
                     fresh[index] = one.fresh or (self.reset_state and len(starts) > 0 and starts[0] == 0)
                 place += len(span)
-            borders[index] = sorted({*begins, *([place] if place < self.length else [])})
+            begins[index, place : place + 1] = True  # the rest
         flat, cu_seqlens = shape, None
         first = last = torch.arange(self.rows)
         if self.reset_state:
-            flat = (1, -1)
-            cu_seqlens, first, last = self._pack(borders)
+            places, counts = np.flatnonzero(begins), begins.sum(axis=1)
+            slots = self._slots
+            while slots < len(places):
+                slots *= 2
+            borders = np.full(slots + 1, tokens.size, np.int32)
+            borders[: len(places)] = places
+            flat, cu_seqlens = (1, -1), torch.from_numpy(borders)
+            first, last = torch.from_numpy(counts.cumsum() - counts), torch.from_numpy(counts.cumsum() - 1)
         inputs = TokenInputs(
             tokens=torch.from_numpy(tokens.reshape(flat)),
             cu_seqlens=cu_seqlens,
@@ -389,14 +395,3 @@ class WindowBatches(Dataset[Batch]):
         begins = offsets[:-1][offsets[:-1] >= start] - start
         tokens[begins] = self.start
         return tokens, targets, begins, covered
-
-    def _pack(self, borders: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, Tensor]:
-        """The borders of all rows in one tensor, padded to a fixed length; the first and last sequence of each row."""
-        counts = np.array([len(row) for row in borders])
-        ends = np.cumsum(counts)
-        slots = self._slots
-        while slots < ends[-1]:
-            slots *= 2
-        packed = np.full(slots + 1, self.rows * self.length, np.int32)
-        packed[: ends[-1]] = np.concatenate([index * self.length + np.array(row) for index, row in enumerate(borders)])
-        return torch.from_numpy(packed), torch.from_numpy(ends - counts), torch.from_numpy(ends - 1)
