@@ -46,9 +46,9 @@ from longseq.tasks.text.sources import (
     Document,
     Found,
     Malformed,
+    Part,
     Place,
     find_parts,
-    group_files,
     modules_of,
     read_part,
 )
@@ -202,12 +202,11 @@ def _hash_path(path: str) -> bytes:
 
 def _read_libraries(files: dict[str, list[str]]) -> Found:
     for name, paths in files.items():
-        for part in group_files(paths, format="python"):
-            for one in read_part(part, TEXT):
-                if isinstance(one, Malformed):
-                    yield one
-                elif len(text := conceal(one.text)) >= _SHORTEST // 2:
-                    yield Document(text, (name,), one.place)
+        for one in read_part(Part("python", name, files=tuple(paths)), TEXT):
+            if isinstance(one, Malformed):
+                yield one
+            elif len(text := conceal(one.text)) >= _SHORTEST // 2:
+                yield Document(text, (name,), one.place)
 
 
 def _open_libraries() -> Reader:

@@ -331,18 +331,17 @@ def _read_parquet(part: Part, columns: Columns) -> Found:
         from datasets import Features
 
         features = Features.from_arrow_schema(file.schema_arrow)
-    for batch in file.iter_batches(batch_size=_ROWS, row_groups=groups, columns=columns.names()):
-        yield from _documents(part.path, batch.to_pylist(), columns, number, features)
-        number += batch.num_rows
+    batches = file.iter_batches(batch_size=_ROWS, row_groups=groups, columns=columns.names())
+    rows = (row for batch in batches for row in batch.to_pylist())
+    yield from _documents(part.path, rows, columns, number, features)
 
 
 def _read_saved(part: Part, columns: Columns) -> Found:
     from datasets import load_from_disk
 
     saved = load_from_disk(part.path).select_columns(columns.names())
-    for start in range(part.start, part.stop, _ROWS):
-        rows = saved.select(range(start, min(part.stop, start + _ROWS))).to_list()
-        yield from _documents(part.path, rows, columns, start, saved.features)
+    rows = saved.select(range(part.start, part.stop))
+    yield from _documents(part.path, rows, columns, part.start, saved.features)
 
 
 def _read_stream(part: Part, columns: Columns) -> Found:
