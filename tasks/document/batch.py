@@ -196,16 +196,8 @@ class PackedSampler(UpdateSampler[Chosen]):
     than an update needs, and for rows that do not divide evenly.
     """
 
-    def __init__(
-        self,
-        lengths: Integers,
-        batch_size: int,
-        *,
-        seed: int,
-        classes: npt.NDArray[np.int64] | None = None,
-        **place: int,
-    ) -> None:
-        super().__init__(batch_size, seed=seed, **place)
+    def __init__(self, lengths: Integers, batch_size: int, *, classes: Integers | None = None, **options: int) -> None:
+        super().__init__(batch_size, **options)  # type: ignore[arg-type]
         self.lengths = lengths
         self.num_samples = len(lengths)
         self.longest = int(lengths.max())

@@ -198,7 +198,7 @@ class ProbeDataModule(TaskData):
 
     keys_class, info_class = ProbeDataKeys, ProbeInfo
 
-    _slices: Mapping[str, list[Slice]] | None = None  # of each stage
+    _slices: Mapping[str, list[Slice]] = {}  # of each stage; set by `setup`
 
     @classmethod
     def for_evaluation(
@@ -223,11 +223,10 @@ class ProbeDataModule(TaskData):
 
     def slices(self, stage: str) -> list[Slice]:
         """The slices of train, val or test; available after `setup`."""
-        assert self._slices is not None, "call setup() first"
         return self._slices[stage]
 
     def setup(self, stage: str | None = None) -> None:
-        if self._slices is not None:
+        if self._slices:
             return
         keys = self.keys
         described = {stage: getattr(keys, split) for stage, split in STAGES.items()}

@@ -78,9 +78,8 @@ def file_type(ending: str, vocab_size: int) -> Any:
 def open_store(root: str | Path, *, check: bool = True) -> TokenStore:
     """Open the folder `root` of prepared tokens; `check` compares the checksums of its files, which reads all of them.
 
-    Raises:
-        FileNotFoundError: a file is missing; a folder without a manifest is unfinished.
-        ValueError: the folder is of another version, or a file is truncated or changed.
+    FileNotFoundError without a manifest, in an unfinished folder. ValueError for a truncated or changed file, and for
+    another version.
     """
     root = Path(root)
     manifest = json.loads((root / MANIFEST).read_text(encoding="utf-8"))
@@ -179,8 +178,7 @@ def in_cache(name: str, plan: Any, cache: str | None, file: str, write: Callable
 
     `cache` is by default longseq/text in the user's cache (XDG_CACHE_HOME). One process writes while others wait.
     """
-    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "longseq" / "text"
-    base = default if cache is None else Path(cache)
+    base = Path(cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "longseq" / "text")
     folder = base / f"{name}_{hashlib.sha256(json.dumps(plan).encode()).hexdigest()[:16]}"
     folder.mkdir(parents=True, exist_ok=True)
     with long_step(f"preparing {name} in {shorten(folder)}"), FileLock(base / f"{folder.name}.lock"):

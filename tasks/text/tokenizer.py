@@ -160,11 +160,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> FileTokenizer:
 class TextInfo(Info):
     """The vocabulary of a text and the windows in which a model reads it.
 
-    vocab_size: the number of tokens.
-    separator: the token that begins and ends each document.
-    window: the length of training windows in tokens.
-    tokenizer: what `Tokenizer.to_dict` returns.
-    sizes: the windows of each split.
+    `separator` begins and ends each document, `window` is the length of training windows in tokens, `tokenizer` what
+    `Tokenizer.to_dict` returns, and `sizes` counts windows.
     """
 
     vocab_size: int
@@ -176,7 +173,6 @@ class TextInfo(Info):
     _meaning = ("tokenizer", "separator")
 
     def make_tokenizer(self) -> Tokenizer:
-        """The tokenizer of the text."""
         return tokenizer_from_dict(self.tokenizer)
 
     def describe(self) -> str:

@@ -123,16 +123,6 @@ def _best_fit(sizes: Integers, length: int) -> tuple[Integers, int]:
     return window, count
 
 
-def most_sequences(cut: Sequence[Windows], rows: int) -> int:
-    """A number of sequences that a batch of `rows` randomly drawn windows exceeds once in millions."""
-    found = []
-    for windows in cut:
-        if windows.count:
-            counts = windows.sequences()
-            found.append(min(rows * counts.max(), rows * counts.mean() + 5 * rows**0.5 * counts.std()))
-    return math.ceil(max(found))
-
-
 class WindowIndex(NamedTuple):
     """A window of a corpus, moved by `shift` places; `fresh` as in `Carry`."""
 
@@ -332,7 +322,10 @@ class WindowBatches(Dataset[Batch]):
         self.cut, self.length, self.rows, self.separator = cut, cut[0].length, rows, separator
         self.reset_state, self.carries = reset_state, carries
         self.start = separator if start is None else start
-        self._slots = -(-most_sequences(cut, rows) // _STEP) * _STEP
+        # Randomly drawn windows exceed this number of sequences once in millions of batches.
+        counts = [windows.sequences() for windows in cut if windows.count]
+        most = max(min(rows * one.max(), rows * one.mean() + 5 * rows**0.5 * one.std()) for one in counts)
+        self._slots = math.ceil(most / _STEP) * _STEP
 
     def __getitem__(self, batch: Sequence[WindowIndex | None]) -> Batch:
         """The batch of at most B windows; rows that are None or missing have no targets."""
