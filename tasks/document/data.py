@@ -48,6 +48,9 @@ _BUDGET = 65536  # tokens of a batch in evaluation, if the model was saved witho
 # The only split of a folder of prepared documents, and the list of unreadable documents in it.
 _DOCUMENTS, _LEFT_OUT = "documents", "left_out.txt"
 
+# The keys that, with the tokenizer, decide what is prepared.
+_PREPARED_BY = {"source", "text_column", "label_column", "label_delimiter", "multi_label", "options"}
+
 _warn = rank_zero_only(logging.getLogger(__name__).warning)
 
 
@@ -246,12 +249,7 @@ class DocumentData(TaskData):
         keys = self.keys
         given = getattr(keys, split)
         name = Path(os.path.abspath(given if isinstance(given, str) else keys.root or keys.source)).stem
-        reading = {
-            "source": keys.source,
-            "columns": [keys.text_column, keys.label_column, keys.label_delimiter, keys.multi_label],
-            "options": dict(keys.options),
-        }
-        plan = [store.VERSION, reader.stamp, reading, tokenizer.to_dict()]
+        plan = [store.VERSION, reader.stamp, tokenizer.to_dict(), keys.model_dump(include=_PREPARED_BY)]
         folder = in_cache(name, plan, keys.cache, store.MANIFEST, lambda folder: _write(reader, tokenizer, folder))
         opened = store.open_store(folder, check=keys.check)
         manifest = json.loads((folder / store.MANIFEST).read_text(encoding="utf-8"))
