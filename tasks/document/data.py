@@ -9,9 +9,9 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from lightning.pytorch.utilities import rank_zero_only
@@ -347,8 +347,7 @@ def _refuse_trained(keys: DocumentDataKeys, run: DocumentDataKeys, split: str) -
 # `label_sets`, the sets of labels that occur; left_out.txt lists the documents that cannot be read
 
 
-@dataclass(frozen=True)
-class Bare:
+class Bare(NamedTuple):
     """In place of a tokenizer, for documents that are tokens without a text."""
 
     vocab_size: int
@@ -358,8 +357,7 @@ class Bare:
         return {"kind": "bare", "vocab_size": self.vocab_size}
 
 
-@dataclass(frozen=True)
-class Labelled:
+class Labelled(NamedTuple):
     """The prepared documents of a split, with the labels `sets[corpus.labels]`."""
 
     corpus: store.Corpus

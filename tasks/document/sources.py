@@ -26,10 +26,9 @@ import importlib.util
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -55,8 +54,7 @@ from longseq.tasks.text.sources import (
 from longseq.tasks.text.store import SPLITS, stamp
 
 
-@dataclass(frozen=True)
-class Reader:
+class Reader(NamedTuple):
     """The documents of a split; `stamp`, of lists, text and numbers, changes when they change."""
 
     read: Callable[[], Found]
@@ -66,8 +64,7 @@ class Reader:
 Splits = Mapping[str, Callable[[], Reader]]
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     """A source of labelled documents.
 
     open: functions that find the documents of train, and of validation and test unless they are shares of train.

@@ -21,7 +21,6 @@ import mmap
 import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,8 +55,7 @@ class Corpus(NamedTuple):
         return len(self.byte_counts)
 
 
-@dataclass(frozen=True)
-class TokenStore:
+class TokenStore(NamedTuple):
     """Prepared tokens by split, and the tokenizer that made them (`Tokenizer.to_dict`).
 
     checksums: the CRC-32 of the tokens of each split.
