@@ -63,13 +63,11 @@ class Generate(FromCheckpoint):
     device: str = key("auto", "auto: the GPU if there is one; cpu, cuda, cuda:1, ...")
     dtype: Precision = key("float32", "the type of the weights")
     cuda_graph: bool | None = key(None, "replay the step as a CUDA graph; null: where it pays")
-    state: str | None = key(None, "a file of save_state to continue, in place of a prompt")
-    save_state: str | None = key(None, "a file for the state after the text")
 
     @model_validator(mode="after")
     def _begin_once(self) -> Generate:
-        if sum(one is not None for one in (self.prompt, self.input, self.state)) != 1:
-            raise ValueError("give one of prompt=TEXT, input=FILE and state=FILE")
+        if (self.prompt is None) == (self.input is None):
+            raise ValueError("give one of prompt=TEXT and input=FILE")
         return self
 
 

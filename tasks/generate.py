@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ TASKS = ("lm",)
 
 @quiet_libraries()
 def run(cfg: DictConfig) -> list[dict[str, Any]]:
-    """Continue `cfg.prompt`, the prompts of `cfg.input` or the text of `cfg.state`; print and return the new text."""
+    """Continue `cfg.prompt` or the prompts of `cfg.input`; print and return the new text."""
     keys = read_command(Generate, cfg)
     device = choose_device(keys.device)
     prompts = [] if keys.prompt is None else [keys.prompt]
@@ -34,10 +33,7 @@ def run(cfg: DictConfig) -> list[dict[str, Any]]:
     tokenizer = TextInfo.from_dict(loaded.data).make_tokenizer()
     model: Any = loaded.backbone.to(getattr(torch, keys.dtype)).eval()
     writer = Writer(model, tokenizer, keys)
-    if keys.state is not None:
-        results = [writer.resume(Path(keys.state), show=_show)]
-        print()
-    elif len(prompts) == 1:
+    if len(prompts) == 1:
         _show(prompts[0])
         results = writer.write(prompts, show=_show)
         print()
@@ -47,7 +43,7 @@ def run(cfg: DictConfig) -> list[dict[str, Any]]:
             print(f"{prompt}{written.text}\n")
     rows = [
         {"prompt": prompt, "text": written.text, "tokens": len(written.tokens), "reason": written.reason}
-        for prompt, written in zip_longest(prompts, results)
+        for prompt, written in zip(prompts, results, strict=True)
     ]
     if keys.output is not None:
         Path(keys.output).parent.mkdir(parents=True, exist_ok=True)

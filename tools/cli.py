@@ -68,7 +68,7 @@ VERBS = {
 # Keys whose value is plain text: the program adds the quotes that Hydra's grammar needs.
 _TEXTS = ("prompt", "separator")
 _PATHS = (
-    *("checkpoint", "input", "output", "source", "state", "save_state", "init", "resume", "include", "tokenizer"),
+    *("checkpoint", "input", "output", "source", "init", "resume", "include", "tokenizer"),
     *("data.root", "data.train", "data.validation", "data.test", "data.tokenizer", "hydra.run.dir"),
 )
 _QUOTED = re.compile(r"""'(\\.|[^'\\])*'|"(\\.|[^"\\])*\"""", re.DOTALL)  # Hydra's own spelling stays

@@ -13,9 +13,8 @@ many batches. An empty place has the document number -1 and the target IGNORED, 
 from __future__ import annotations
 
 import zlib
-from bisect import bisect_right, insort
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,29 +67,27 @@ class DocumentInputs(NamedTuple):
 DocumentBatch = tuple[DocumentInputs, Tensor]
 
 
-def truncate(tokens: Tokens, max_length: int | None, truncation: str, separator: int | None) -> Tokens:
-    """At most `max_length` tokens of a document.
+def truncate(
+    tokens: Tokens,
+    max_length: int | None,
+    truncation: str,
+    separator: int | None,
+    random: np.random.Generator | None = None,
+) -> Tokens:
+    """At most `max_length` tokens of a document; with `random` a random window of so many.
 
     `head_tail` takes half from each end (the odd token from the head). A leading `separator` is always kept.
     """
-    if truncation == "none" or max_length is None or len(tokens) <= max_length:
+    if max_length is None or len(tokens) <= max_length or (truncation == "none" and random is None):
         return tokens
     begin = int(separator is not None and tokens[0] == separator)
     first, text, room = tokens[:begin], tokens[begin:], max_length - begin
-    if truncation == "middle":
-        start = (len(text) - room) // 2
+    spare = len(text) - room
+    if random is not None or truncation == "middle":
+        start = spare // 2 if random is None else int(random.integers(spare + 1))
         return np.concatenate([first, text[start : start + room]])
     head = {"head": room, "tail": 0, "head_tail": -(-room // 2)}[truncation]
-    return np.concatenate([first, text[:head], text[len(text) - (room - head) :]])
-
-
-def crop(tokens: Tokens, max_length: int, separator: int | None, random: np.random.Generator) -> Tokens:
-    """A random window of `max_length` tokens of a longer document; a leading `separator` is always kept."""
-    if len(tokens) <= max_length:
-        return tokens
-    begin = int(separator is not None and tokens[0] == separator)
-    start = begin + int(random.integers(len(tokens) - max_length + 1))
-    return np.concatenate([tokens[:begin], tokens[start : start + max_length - begin]])
+    return np.concatenate([first, text[:head], text[head + spare :]])
 
 
 class Split(NamedTuple):
@@ -135,9 +132,8 @@ class Split(NamedTuple):
         """The tokens of a document after truncation, or with a seed a random window of them."""
         number = self.numbers[document]
         tokens = np.asarray(self.corpus.tokens[self.corpus.offsets[number] : self.corpus.offsets[number + 1]])
-        if crop_seed is not None and self.max_length is not None:
-            return crop(tokens, self.max_length, self.separator, np.random.default_rng(crop_seed))
-        return truncate(tokens, self.max_length, self.truncation, self.separator)
+        random = None if crop_seed is None else np.random.default_rng(crop_seed)
+        return truncate(tokens, self.max_length, self.truncation, self.separator, random)
 
 
 class Chosen(NamedTuple):
@@ -164,31 +160,27 @@ class DocumentBatches(Dataset[Batch]):
         for number in chosen.documents:
             crop_seed = None if self.crops is None else derive_seed(self.crops, chosen.epoch, number)
             documents.append(self.split.read(number, crop_seed))
-        count, places = len(documents), chosen.places
-        lengths = np.zeros(places, np.int64)
-        lengths[:count] = [len(one) for one in documents]
-        numbers, whole = np.full(places, -1, np.int64), np.zeros(places, np.int64)
-        numbers[:count] = chosen.documents
-        whole[:count] = self._whole_lengths[chosen.documents]
+        count, empty = len(documents), chosen.places - len(documents)
+        lengths = [len(one) for one in documents]
         # The documents lie end to end, then sequences of padding.
         tokens = np.full((1, self.budget), self.split.separator or 0, np.int64)
-        ends = np.cumsum([0, *map(len, documents)])
+        ends = np.cumsum([0, *lengths])
         tokens[0, : ends[-1]] = np.concatenate([*documents, np.zeros(0, np.int64)])
         fill = np.arange(ends[-1] + self.longest, self.budget, self.longest)
-        borders = np.full(places + 1, self.budget, np.int32)
+        borders = np.full(chosen.places + 1, self.budget, np.int32)
         borders[: len(ends) + len(fill)] = [*ends, *fill]
         inputs = DocumentInputs(
             tokens=torch.from_numpy(tokens),
             cu_seqlens=torch.from_numpy(borders),
             max_seqlen=self.longest,
-            lengths=torch.from_numpy(lengths),
-            whole_lengths=torch.from_numpy(whole),
-            numbers=torch.from_numpy(numbers),
+            lengths=torch.tensor([*lengths, *[0] * empty]),
+            whole_lengths=torch.tensor([*self._whole_lengths[chosen.documents].tolist(), *[0] * empty]),
+            numbers=torch.tensor([*chosen.documents, *[-1] * empty]),
             units=count,
-            token_count=int(lengths.sum()),
+            token_count=sum(lengths),
         )
         known = self.split.targets
-        targets = np.full((places, *known.shape[1:]), IGNORED if known.ndim == 1 else 0, known.dtype)
+        targets = np.full((chosen.places, *known.shape[1:]), IGNORED if known.ndim == 1 else 0, known.dtype)
         targets[:count] = known[chosen.documents]
         return Batch(inputs, torch.from_numpy(targets), [])
 
@@ -204,16 +196,8 @@ class PackedSampler(UpdateSampler[Chosen]):
     than an update needs, and for rows that do not divide evenly.
     """
 
-    def __init__(
-        self,
-        lengths: Integers,
-        batch_size: int,
-        *,
-        seed: int,
-        classes: npt.NDArray[np.int64] | None = None,
-        **place: int,
-    ) -> None:
-        super().__init__(batch_size, seed=seed, **place)
+    def __init__(self, lengths: Integers, batch_size: int, *, classes: Integers | None = None, **options: int) -> None:
+        super().__init__(batch_size, **options)  # type: ignore[arg-type]
         self.lengths = lengths
         self.num_samples = len(lengths)
         self.longest = int(lengths.max())
@@ -325,39 +309,23 @@ def slots_of(lengths: Integers, row: int) -> int:
     return int(1.5 * row / float(lengths.mean())) + 2
 
 
-def pack(lengths: Integers, order: Sequence[int], row: int, slots: int) -> Iterator[list[int]]:
+def pack(lengths: Integers, order: Iterable[int], row: int, slots: int) -> Iterator[list[int]]:
     """Rows of at most `row` tokens and `slots` documents, which hold each document of `order` once.
 
     A row takes the next documents of the order. If one does not fit, the longest of the following 256 that fits takes
-    its place. No document is longer than a row.
+    its place, of equal ones the last. No document is longer than a row.
     """
-    waiting = deque(order)
-    pool: list[tuple[int, int, int]] = []  # sorted: (length, place in the order, document)
-    arrivals: deque[tuple[int, int, int]] = deque()  # the same entries in the order, some of them already gone
-    place, gone = 0, set[int]()
-    while True:
-        while waiting and len(pool) < _POOL:
-            document = waiting.popleft()
-            entry = (int(lengths[document]), place, document)
-            insort(pool, entry)
-            arrivals.append(entry)
-            place += 1
-        if not pool:
-            return
+    waiting, sizes = iter(order), lengths.tolist()
+    pool: list[int] = []
+    while pool := [*pool, *islice(waiting, _POOL - len(pool))]:
         free, taken = row, list[int]()
         while pool and len(taken) < slots:
-            while arrivals[0][1] in gone:
-                gone.remove(arrivals.popleft()[1])
-            entry = arrivals[0]
-            if entry[0] > free:
-                at = bisect_right(pool, (free, place, 0)) - 1
-                if at < 0:
+            at = 0
+            if sizes[pool[0]] > free:
+                fitting = [(sizes[one], place) for place, one in enumerate(pool) if sizes[one] <= free]
+                if not fitting:
                     break
-                entry = pool[at]
-            pool.remove(entry)
-            gone.add(entry[1])
-            free -= entry[0]
-            taken.append(entry[2])
-        while arrivals and arrivals[0][1] in gone:
-            gone.remove(arrivals.popleft()[1])
+                at = max(fitting)[1]
+            taken.append(pool.pop(at))
+            free -= sizes[taken[-1]]
         yield taken

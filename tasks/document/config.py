@@ -203,7 +203,6 @@ class DocumentInfo(Info):
     """The facts about documents that models, checkpoints and exported files need.
 
     class_names: in the order of a model's outputs. With `multi_label` a document has any number of them.
-    vocab_size: the number of tokens.
     separator: the token that begins each document. None for data that consists of tokens.
     tokenizer: from `Tokenizer.to_dict`. None for data that consists of tokens.
     window: the tokens of the longest training document, after truncation.

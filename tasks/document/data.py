@@ -9,9 +9,9 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from lightning.pytorch.utilities import rank_zero_only
@@ -27,7 +27,7 @@ from longseq.tasks.document.batch import DocumentBatches, EveryDocument, PackedS
 from longseq.tasks.document.config import DocumentDataKeys, DocumentInfo
 from longseq.tasks.document.inputs import DocumentFiles
 from longseq.tasks.document.model import LINEAR
-from longseq.tasks.document.sources import Reader, Sample
+from longseq.tasks.document.sources import Reader
 from longseq.tasks.text import store
 from longseq.tasks.text.prepare import Encoded, batched, encode, manifest_of, tokenizer_of
 from longseq.tasks.text.sources import Document, Malformed
@@ -47,6 +47,9 @@ _BUDGET = 65536  # tokens of a batch in evaluation, if the model was saved witho
 
 # The only split of a folder of prepared documents, and the list of unreadable documents in it.
 _DOCUMENTS, _LEFT_OUT = "documents", "left_out.txt"
+
+# The keys that, with the tokenizer, decide what is prepared.
+_PREPARED_BY = {"source", "text_column", "label_column", "label_delimiter", "multi_label", "options"}
 
 _warn = rank_zero_only(logging.getLogger(__name__).warning)
 
@@ -163,21 +166,19 @@ class DocumentData(TaskData):
         if self._splits:
             return
         opened, wanted = self._source.open(self.keys), self._wanted
-        divided = [name for name in wanted if name not in opened.splits]
-        fractions = self._fractions(opened.splits)
-        needed = [*wanted, "train"] if divided else wanted
-        readers = {name: find() for name, find in opened.splits.items() if name in needed}
-        tokenizer = self._choose_tokenizer(opened, readers, fractions)
+        needed = wanted if all(name in opened for name in wanted) else [*wanted, "train"]
+        fractions = self._fractions(opened)
+        readers = {name: find() for name, find in opened.items() if name in needed}
+        tokenizer = self._choose_tokenizer(readers, fractions)
         found = {name: self._prepare(reader, tokenizer, name) for name, reader in readers.items()}
         numbers = {name: np.arange(one.corpus.documents) for name, one in found.items()}
         if "train" in found and fractions:
             numbers |= divide(found["train"], fractions, multi_label=self.keys.multi_label)
             found |= {name: found["train"] for name in fractions}
         found = {name: one for name, one in found.items() if name in wanted}
-        for folder, count in {one.folder: one.left_out for one in found.values() if one.left_out}.items():
-            path = folder / _LEFT_OUT
-            first = "; ".join(path.read_text(encoding="utf-8").splitlines()[:3])
-            _warn(f"{count} documents cannot be read and are left out ({path}): {first}")
+        for path in sorted({one.folder / _LEFT_OUT for one in found.values()}):
+            if lines := path.read_text(encoding="utf-8").splitlines():
+                _warn(f"{len(lines)} documents cannot be read and are left out ({path}): {'; '.join(lines[:3])}")
         self._find_repeats(found, numbers)
         for name in found:
             if not len(numbers[name]):
@@ -223,14 +224,12 @@ class DocumentData(TaskData):
             found[name] = value
         return found
 
-    def _choose_tokenizer(
-        self, opened: sources.Opened, readers: Mapping[str, Reader], fractions: Mapping[str, float]
-    ) -> Tokenizer | Bare:
-        trained, choice = self._trained, self.keys.tokenizer
-        if opened.vocab_size is not None:
-            if trained is not None and (trained.tokenizer is not None or opened.vocab_size > trained.vocab_size):
+    def _choose_tokenizer(self, readers: Mapping[str, Reader], fractions: Mapping[str, float]) -> Tokenizer | Bare:
+        trained, choice, own = self._trained, self.keys.tokenizer, self._source.vocab_size
+        if own is not None:
+            if trained is not None and (trained.tokenizer is not None or own > trained.vocab_size):
                 raise ValueError(f"data.source={self.keys.source} has other tokens than the model")
-            return Bare(opened.vocab_size)
+            return Bare(own)
         known = tokenizer_of(self._init) if trained is None else trained.make_tokenizer().to_dict()
         if known is not None and choice in (None, "init"):
             return tokenizer_from_dict(known)
@@ -250,17 +249,12 @@ class DocumentData(TaskData):
         keys = self.keys
         given = getattr(keys, split)
         name = Path(os.path.abspath(given if isinstance(given, str) else keys.root or keys.source)).stem
-        reading = {
-            "source": keys.source,
-            "columns": [keys.text_column, keys.label_column, keys.label_delimiter, keys.multi_label],
-            "options": dict(keys.options),
-        }
-        plan = [store.VERSION, reader.stamp, reading, tokenizer.to_dict()]
+        plan = [store.VERSION, reader.stamp, tokenizer.to_dict(), keys.model_dump(include=_PREPARED_BY)]
         folder = in_cache(name, plan, keys.cache, store.MANIFEST, lambda folder: _write(reader, tokenizer, folder))
         opened = store.open_store(folder, check=keys.check)
         manifest = json.loads((folder / store.MANIFEST).read_text(encoding="utf-8"))
         sets = [tuple(one) for one in manifest["label_sets"]]
-        return Labelled(opened.splits[_DOCUMENTS], sets, manifest["left_out"], folder)
+        return Labelled(opened.splits[_DOCUMENTS], sets, folder)
 
     def _find_repeats(self, found: Mapping[str, Labelled], numbers: dict[str, Integers]) -> None:
         """Warn of documents that a later split has too; with `duplicates=drop` remove them from `numbers`."""
@@ -271,8 +265,7 @@ class DocumentData(TaskData):
         }
         names = [name for name in SPLITS if name in hashes]
         for place, name in enumerate(names[:-1], start=1):
-            later = np.concatenate([hashes[other] for other in names[place:]])
-            repeated = np.flatnonzero(np.isin(hashes[name], later))
+            repeated = np.flatnonzero(np.isin(hashes[name], np.concatenate([hashes[one] for one in names[place:]])))
             if len(repeated):
                 choice = self.keys.duplicates
                 _warn(f"{len(repeated)} {name} documents are in a later split too (data.duplicates={choice})")
@@ -282,30 +275,29 @@ class DocumentData(TaskData):
     @property
     def _reading(self) -> dict[str, Any]:
         """The fields of the info that say how documents are read."""
-        keys = self.keys
-        most = None if keys.truncation == "none" else keys.max_length
-        found = {"max_length": most, "truncation": keys.truncation}
-        return {**found, "segment": keys.segment, "gradient_segments": keys.gradient_segments}
+        read = {key: getattr(self.keys, key) for key in ("max_length", "truncation", "segment", "gradient_segments")}
+        return read if read["truncation"] != "none" else {**read, "max_length": None}
 
     def _finish(
         self, found: Mapping[str, Labelled], numbers: Mapping[str, Integers], tokenizer: Tokenizer | Bare
     ) -> None:
         """Name the classes, make the targets and the info."""
         keys, trained, prepare = self.keys, self._trained, self._source.prepare
+        several = keys.multi_label
         labels = {name: np.asarray(one.corpus.labels)[numbers[name]] for name, one in found.items()}
         used = {
             name: {label for number in np.unique(labels[name]) for label in one.sets[number]}
             for name, one in found.items()
         }
         names = sort_names(used["train"]) if trained is None else trained.class_names
-        if len(names) < (1 if keys.multi_label else 2):
+        if len(names) < (1 if several else 2):
             raise ValueError(f"the training documents have {len(names)} different labels, too few for a classifier")
         for name, own in used.items():
             if unknown := sorted(own.difference(names)):
                 raise ValueError(f"the label {unknown[0]!r} of {name} documents is not among the classes {names}")
         for stage, name in STAGES.items():
             if name in found:
-                targets = targets_of(labels[name], found[name].sets, names, multi_label=keys.multi_label)
+                targets = targets_of(labels[name], found[name].sets, names, multi_label=several)
                 self._splits[stage] = Split(
                     found[name].corpus, numbers[name], targets, tokenizer.separator, keys.max_length, keys.truncation
                 )
@@ -319,16 +311,14 @@ class DocumentData(TaskData):
         counts = count_classes(train.targets, len(names))
         self._info = DocumentInfo(
             class_names=names,
-            multi_label=keys.multi_label,
+            multi_label=several,
             vocab_size=tokenizer.vocab_size,
             separator=tokenizer.separator,
             tokenizer=None if isinstance(tokenizer, Bare) else tokenizer.to_dict(),
             window=train.longest,
             text_column=keys.text_column,
             class_counts=counts,
-            class_weights=find_weights(
-                keys.class_weights, counts, train.documents, names, multi_label=keys.multi_label
-            ),
+            class_weights=find_weights(keys.class_weights, counts, train.documents, names, multi_label=several),
             source=keys.source,
             source_plugin=plugin_of(self._source.open) or plugin_of(prepare),
             preparation=None if prepare is None else f"{prepare.__module__}.{prepare.__qualname__}",
@@ -354,11 +344,10 @@ def _refuse_trained(keys: DocumentDataKeys, run: DocumentDataKeys, split: str) -
 
 
 # --- prepared documents: a folder of `longseq.tasks.text.store` with labels and hashes, whose manifest also has
-# `label_sets`, the sets of labels that occur, and `left_out`, the number of documents in left_out.txt
+# `label_sets`, the sets of labels that occur; left_out.txt lists the documents that cannot be read
 
 
-@dataclass(frozen=True)
-class Bare:
+class Bare(NamedTuple):
     """In place of a tokenizer, for documents that are tokens without a text."""
 
     vocab_size: int
@@ -368,13 +357,11 @@ class Bare:
         return {"kind": "bare", "vocab_size": self.vocab_size}
 
 
-@dataclass(frozen=True)
-class Labelled:
+class Labelled(NamedTuple):
     """The prepared documents of a split, with the labels `sets[corpus.labels]`."""
 
     corpus: store.Corpus
     sets: list[Labels]
-    left_out: int
     folder: Path
 
 
@@ -395,15 +382,15 @@ def trained_tokenizer(prepared: Labelled, numbers: Integers, size: int, cache: s
 
 def _write(reader: Reader, tokenizer: Tokenizer | Bare, folder: Path) -> None:
     """Write the files of prepared documents, the manifest last."""
-    writer = store.SplitWriter(folder, _DOCUMENTS, store.file_types(tokenizer.vocab_size, labels=True))
+    writer = store.SplitWriter(folder, _DOCUMENTS, tokenizer.vocab_size, ("labels", "hashes"))
     numbers: dict[Labels, int] = {}
     left_out: list[str] = []
 
-    def readable() -> Iterator[Sample]:
+    def readable() -> Iterator[Document]:
         for one in reader.read():
             if isinstance(one, Malformed):
                 left_out.append(one.describe())
-            elif not len(one.document.strip() if isinstance(one.document, str) else one.document):
+            elif not len(one.text.strip() if isinstance(one.text, str) else one.text):
                 left_out.append(f"{one.place.describe()}: an empty document")
             else:
                 yield one
@@ -417,19 +404,18 @@ def _write(reader: Reader, tokenizer: Tokenizer | Bare, folder: Path) -> None:
         **manifest_of(tokenizer, folder),
         "splits": {_DOCUMENTS: writer.close()},
         "label_sets": list(numbers),
-        "left_out": len(left_out),
     }
     write_text(folder / store.MANIFEST, json.dumps(manifest, indent=1) + "\n")
 
 
-def _encode(batch: list[Sample], tokenizer: Tokenizer | Bare) -> Encoded:
-    if isinstance(tokenizer, Bare):
-        documents = [np.asarray(one.document) for one in batch]
-        digests = [hashlib.blake2b(one.astype("<i8").tobytes(), digest_size=16).digest() for one in documents]
-        lengths = np.array([len(one) for one in documents], np.int64)
-        hashes = np.frombuffer(b"".join(digests), "<u8").reshape(-1, 2)
-        return Encoded(np.concatenate(documents), lengths, np.zeros_like(lengths), np.zeros_like(lengths), hashes)
-    return encode((Document(str(one.document), place=one.place) for one in batch), tokenizer)
+def _encode(batch: list[Document], tokenizer: Tokenizer | Bare) -> Encoded:
+    if not isinstance(tokenizer, Bare):
+        return encode(batch, tokenizer)
+    documents = [np.asarray(one.text) for one in batch]
+    digests = [hashlib.blake2b(one.astype("<i8").tobytes(), digest_size=16).digest() for one in documents]
+    lengths = np.array([len(one) for one in documents], np.int64)
+    hashes = np.frombuffer(b"".join(digests), "<u8").reshape(-1, 2)
+    return Encoded(np.concatenate(documents), lengths, np.zeros_like(lengths), np.zeros_like(lengths), hashes)
 
 
 def divide(found: Labelled, fractions: Mapping[str, float], *, multi_label: bool) -> dict[str, Integers]:

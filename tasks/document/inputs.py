@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import accumulate, chain
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,19 +16,8 @@ from longseq.tasks.data.module import Inputs, Predict, Prediction, Unreadable, d
 from longseq.tasks.document.batch import truncate
 from longseq.tasks.document.config import DocumentInfo
 from longseq.tasks.document.sources import find
-from longseq.tasks.text.sources import (
-    STREAM,
-    TEXT,
-    Columns,
-    Malformed,
-    Part,
-    files_below,
-    find_parts,
-    is_saved,
-    read_parts,
-)
-from longseq.tasks.text.store import token_type
-from longseq.tasks.text.tokenizer import Tokenizer
+from longseq.tasks.text.sources import TEXT, Columns, Malformed, find_in_order, read_parts
+from longseq.tasks.text.store import file_type
 
 SEGMENT = 8192  # the default of `segment`: tokens in memory at once
 
@@ -56,17 +44,16 @@ class DocumentFiles(Inputs):
     details: tuple[str, ...] = ("document", "tokens", "cut")
     unit = "documents"
 
-    def __init__(self, parts: list[Part], columns: Columns, info: DocumentInfo, tokenizer: Tokenizer) -> None:
-        self.parts, self.columns, self.info, self.tokenizer = parts, columns, info, tokenizer
+    def __init__(self, path: str, info: DocumentInfo, column: str | None) -> None:
+        self.info, self.tokenizer = info, info.make_tokenizer()
+        self.columns = Columns(column or info.text_column or TEXT.text)
+        self.parts = find_in_order(path, self.columns)
         self.details = (*type(self).details, *decided_details(info))
         self._prepare = None if info.source is None else find(info.source).prepare
 
     @classmethod
     def open(cls, path: str, info: DocumentInfo, keys: Predict) -> DocumentFiles:
-        columns = Columns(keys.column or info.text_column or TEXT.text)
-        # Listed here, so that files of all formats keep their order.
-        inputs = [] if path.startswith(STREAM) or is_saved(Path(path)) else list(files_below(Path(path)))
-        return cls(find_parts(inputs or [path], columns), columns, info, info.make_tokenizer())
+        return cls(path, info, keys.column)
 
     def predict(self, model: nn.Module, keys: Predict) -> Iterator[Prediction | Unreadable]:
         most = keys.segment or self.info.segment or SEGMENT
@@ -89,10 +76,9 @@ class DocumentFiles(Inputs):
 
     def _documents(self, truncation: str, most: int | None) -> Iterator[_Document | Unreadable]:
         """The documents in order, truncated; `most` is the length that the model can read."""
-        info, dtype = self.info, token_type(self.info.vocab_size)
+        info, dtype = self.info, file_type("tokens", self.info.vocab_size)
         begin = np.array([] if info.separator is None else [info.separator], dtype)
         for number, one in enumerate(read_parts(self.parts, self.columns, "predicting")):
-            assert one.place is not None
             path, details = one.place.path, {"document": number}
             if isinstance(one, Malformed):
                 yield Unreadable(path, one.describe(), details)

@@ -19,11 +19,7 @@ from longseq.tasks.document.config import DocumentInfo, DocumentModelKeys, Linea
 from longseq.tasks.training.checkpoint import Loaded
 from longseq.tasks.training.configuration import BodyKeys
 from longseq.tasks.training.model import TaskModel
-from longseq.tasks.training.token_model import (
-    body_like,
-    build_seeded,
-    check_tokenizer,
-)
+from longseq.tasks.training.token_model import body_like, build_seeded, check_tokenizer
 
 _log = logging.getLogger(__name__)
 

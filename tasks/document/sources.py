@@ -3,18 +3,18 @@
 A registered source gives documents as text, or as tokens without a text:
 
 import numpy as np
-from longseq.tasks.document.sources import Opened, Reader, Sample, Source, register
-from longseq.tasks.text.sources import Place
+from longseq.tasks.document.sources import Reader, Source, register
+from longseq.tasks.text.sources import Document, Place
 
 def read(keys):
     for index in range(1000):
         digits = np.array([int(digit) for digit in str(index)])
-        yield Sample(digits, ("odd" if index % 2 else "even",), Place("numbers", row=index))
+        yield Document(digits, ("odd" if index % 2 else "even",), Place("numbers", f"row {index}"))
 
 def numbers(keys):
-    return Opened({"train": lambda: Reader(lambda: read(keys), stamp=[1000])}, vocab_size=10)
+    return {"train": lambda: Reader(lambda: read(keys), stamp=[1000])}
 
-register("numbers", Source(numbers, reads=("validation", "test")))  # data.source=numbers
+register("numbers", Source(numbers, reads=("validation", "test"), vocab_size=10))  # data.source=numbers
 
 It has training documents only; data.validation and data.test are shares of them.
 """
@@ -25,19 +25,17 @@ import hashlib
 import importlib.util
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from PIL import Image
 
 from longseq.tasks import registry
 from longseq.tasks.data.generators import CLOSE, IGNORED, draw, listops
-from longseq.tasks.data.labels import Labels, read_labels
+from longseq.tasks.data.labels import read_labels
 from longseq.tasks.data.sampler import derive_seed
 from longseq.tasks.document.config import DocumentDataKeys
 from longseq.tasks.text.sources import (
@@ -45,55 +43,41 @@ from longseq.tasks.text.sources import (
     TEXT,
     Columns,
     Document,
+    Found,
     Malformed,
+    Part,
     Place,
     find_parts,
-    group_files,
     modules_of,
     read_part,
 )
 from longseq.tasks.text.store import SPLITS, stamp
 
 
-class Sample(NamedTuple):
-    """A document, text or `[T]` tokens, with its labels, and where it was read."""
-
-    document: str | npt.NDArray[np.integer[Any]]
-    labels: Labels
-    place: Place
-
-
-@dataclass(frozen=True)
-class Reader:
+class Reader(NamedTuple):
     """The documents of a split; `stamp`, of lists, text and numbers, changes when they change."""
 
-    read: Callable[[], Iterator[Sample | Malformed]]
+    read: Callable[[], Found]
     stamp: Any
 
 
-@dataclass(frozen=True)
-class Opened:
-    """Functions that find the documents of train, and of validation and test unless they are shares of train.
+Splits = Mapping[str, Callable[[], Reader]]
 
-    `vocab_size` is the number of tokens of a source of tokens; None for text.
+
+class Source(NamedTuple):
+    """A source of labelled documents.
+
+    open: functions that find the documents of train, and of validation and test unless they are shares of train.
+    reads: which of these keys it reads: root, train, text_column, label_column, label_delimiter, tokenizer, separator,
+        options; and validation and test, where these can be shares of train.
+    prepare: what the source does to each text, which `longseq predict` does as well.
+    vocab_size: the number of tokens of a source of tokens; None for text.
     """
 
-    splits: Mapping[str, Callable[[], Reader]]
-    vocab_size: int | None = None
-
-
-@dataclass(frozen=True)
-class Source:
-    """A source: the function that opens it, and which optional keys of `data` it reads.
-
-    `reads` may name root, train, text_column, label_column, label_delimiter, tokenizer, separator, options; and
-    validation and test, where these can be shares of train. `longseq predict` calls `prepare` on each text, as the
-    source itself does.
-    """
-
-    open: Callable[[DocumentDataKeys], Opened]
+    open: Callable[[DocumentDataKeys], Splits]
     reads: tuple[str, ...] = ()
     prepare: Callable[[str], str] | None = None
+    vocab_size: int | None = None
 
 
 TEXT_KEYS = ("tokenizer", "separator", "validation", "test")
@@ -119,13 +103,13 @@ def find(name: str) -> Source:
 # --- files
 
 
-def _open_files(keys: DocumentDataKeys) -> Opened:
+def _open_files(keys: DocumentDataKeys) -> Splits:
     """Files and folders: only `root`, or `train`, `validation` and `test` below it."""
     splits = {"train": partial(_find_files, keys, keys.train)}
     for name in ("validation", "test"):
         if isinstance(given := getattr(keys, name), str):
             splits[name] = partial(_find_files, keys, given)
-    return Opened(splits)
+    return splits
 
 
 def _find_files(keys: DocumentDataKeys, given: str | None) -> Reader:
@@ -149,20 +133,19 @@ def _find_files(keys: DocumentDataKeys, given: str | None) -> Reader:
     )
 
 
-def _labelled(one: Document | Malformed, keys: DocumentDataKeys, root: str) -> Sample | Malformed:
+def _labelled(one: Document | Malformed, keys: DocumentDataKeys, root: str) -> Document | Malformed:
     """A document with the labels of its columns; without columns, with the name of its class folder below `root`."""
     if isinstance(one, Malformed):
         return one
-    assert one.place is not None
     if not one.labels:
         folders = Path(one.place.path).relative_to(root).parts
-        return Sample(one.text, folders[:1], one.place) if len(folders) > 1 else Malformed(one.place, "no label")
+        return one._replace(labels=folders[:1]) if len(folders) > 1 else Malformed(one.place, "no label")
     columns = keys.label_column or "label"
     try:
         labels = read_labels(one.labels, columns, multi_label=keys.multi_label, delimiter=keys.label_delimiter)
     except ValueError as error:
         return Malformed(one.place, str(error))
-    return Sample(one.text, labels, one.place)
+    return one._replace(labels=labels)
 
 
 # --- Python files of eight installed libraries, which are the classes: real documents that every install has
@@ -214,15 +197,13 @@ def _hash_path(path: str) -> bytes:
     return hashlib.blake2b(Path(path).as_posix().encode(), digest_size=8).digest()
 
 
-def _read_libraries(files: dict[str, list[str]]) -> Iterator[Sample | Malformed]:
+def _read_libraries(files: dict[str, list[str]]) -> Found:
     for name, paths in files.items():
-        for part in group_files(paths, format="python"):
-            for one in read_part(part, TEXT):
-                if isinstance(one, Malformed):
-                    yield one
-                elif len(text := conceal(one.text)) >= _SHORTEST // 2:
-                    assert one.place is not None
-                    yield Sample(text, (name,), one.place)
+        for one in read_part(Part("python", name, files=tuple(paths)), TEXT):
+            if isinstance(one, Malformed):
+                yield one
+            elif len(text := conceal(one.text)) >= _SHORTEST // 2:
+                yield Document(text, (name,), one.place)
 
 
 def _open_libraries() -> Reader:
@@ -237,7 +218,7 @@ _BEGIN = 256  # the token before each text of a pair, after the 256 bytes
 _LEVELS = 256  # of grey
 
 
-def _listops(keys: DocumentDataKeys) -> Opened:
+def _listops(keys: DocumentDataKeys) -> Splits:
     """Expressions of the probe listops; `options` are the generator's options, the number of samples, and seed."""
     options = dict(keys.options)
     counts = [options.pop(split, count) for split, count in zip(SPLITS, (96_000, 2_000, 2_000), strict=True)]
@@ -246,10 +227,10 @@ def _listops(keys: DocumentDataKeys) -> Opened:
     for number, (split, count) in enumerate(zip(SPLITS, counts, strict=True)):
         read = partial(_generate, count, derive_seed(seed, number), options, split)
         splits[split] = partial(Reader, read, stamp=[count, seed, number, sorted(options.items())])
-    return Opened(splits, vocab_size=CLOSE + 1)
+    return splits
 
 
-def _generate(count: int, seed: int, options: dict[str, Any], split: str) -> Iterator[Sample]:
+def _generate(count: int, seed: int, options: dict[str, Any], split: str) -> Found:
     random = np.random.default_rng(seed)
     seen: np.ndarray = np.zeros(0, np.uint64)
     block = 2048  # a block of expressions, padded to the longest, takes 64 MB
@@ -257,14 +238,14 @@ def _generate(count: int, seed: int, options: dict[str, Any], split: str) -> Ite
         samples, seen = draw(partial(listops, **options), random, min(block, count - start), seen)
         for row, (tokens, labels) in enumerate(zip(samples.tokens, samples.labels, strict=True), start):
             result = labels[labels != IGNORED].item()
-            yield Sample(tokens[tokens <= CLOSE], (str(result),), Place(f"listops/{split}", row=row))
+            yield Document(tokens[tokens <= CLOSE], (str(result),), Place(f"listops/{split}", f"row {row}"))
 
 
-def _image(keys: DocumentDataKeys) -> Opened:
+def _image(keys: DocumentDataKeys) -> Splits:
     """CIFAR-10 in grey, 1,024 tokens an image, with the splits of data=cifar10; root may also have class folders."""
     source = "folder" if os.path.isdir(os.path.join(keys.root or "", "train")) else "torch/cifar10"
 
-    def read(split: str) -> Iterator[Sample]:
+    def read(split: str) -> Found:
         task: Any = registry.get("image")
         splits = {"val_split": None, "test_split": "test"}
         own = task.config.data(name="cifar10", source=source, img_size=32, root=keys.root, **splits)
@@ -274,13 +255,10 @@ def _image(keys: DocumentDataKeys) -> Opened:
         for index in found.indices.tolist():
             image, target = found.source.read(index)
             labels = (found.source.class_names[target],)
-            yield Sample(_grey_levels(image), labels, Place(found.source.path(index)))
+            yield Document(_grey_levels(image), labels, Place(found.source.path(index)))
 
     known = stamp(str(keys.root))
-    return Opened(
-        {split: partial(Reader, partial(read, split), stamp=["grey", split, known]) for split in SPLITS},
-        vocab_size=_LEVELS,
-    )
+    return {split: partial(Reader, partial(read, split), stamp=["grey", split, known]) for split in SPLITS}
 
 
 def _grey_levels(image: Image.Image) -> np.ndarray:
@@ -288,7 +266,7 @@ def _grey_levels(image: Image.Image) -> np.ndarray:
     return np.asarray(image.convert("L")).reshape(-1)
 
 
-def _retrieval(keys: DocumentDataKeys) -> Opened:
+def _retrieval(keys: DocumentDataKeys) -> Splits:
     """Pairs of papers of the ACL Anthology Network, and whether one cites the other, from the arena's tsv files.
 
     A document is both texts, each after the token `_BEGIN` and truncated to `options.text_bytes` bytes.
@@ -303,23 +281,23 @@ def _retrieval(keys: DocumentDataKeys) -> Opened:
         return Reader(partial(_read_pairs, path, size), stamp=[size, str(path.resolve()), *stamp(str(path))])
 
     endings = {"train": "train", "validation": "eval", "test": "test"}
-    return Opened({split: partial(find_pairs, ending) for split, ending in endings.items()}, vocab_size=_BEGIN + 1)
+    return {split: partial(find_pairs, ending) for split, ending in endings.items()}
 
 
-def _read_pairs(path: Path, size: int) -> Iterator[Sample | Malformed]:
+def _read_pairs(path: Path, size: int) -> Found:
     """The lines of label, id1, id2, text1 and text2, separated by tabs and without quotes."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            place, cells = Place(str(path), line=number), line.rstrip(b"\r\n").split(b"\t")
+            place, cells = Place(str(path), f"line {number}"), line.rstrip(b"\r\n").split(b"\t")
             if len(cells) != 5 or cells[0] not in (b"0", b"1", b"0.0", b"1.0") or not all(map(bytes.strip, cells[3:])):
                 yield Malformed(place, "not the cells label (0 or 1), id1, id2, text1 and text2")
             else:
                 texts = (np.frombuffer(text[:size], np.uint8).astype(np.int64) for text in cells[3:])
                 tokens = np.concatenate([part for text in texts for part in ([_BEGIN], text)])
-                yield Sample(tokens, (chr(cells[0][0]),), place)
+                yield Document(tokens, (chr(cells[0][0]),), place)
 
 
-def _pathfinder(keys: DocumentDataKeys) -> Opened:
+def _pathfinder(keys: DocumentDataKeys) -> Splits:
     """Images with two marks, and whether a dashed path joins them; a token is a pixel.
 
     `root` is a folder of one difficulty, with metadata/ and imgs/, or the folder of one resolution, whose hardest
@@ -331,10 +309,10 @@ def _pathfinder(keys: DocumentDataKeys) -> Opened:
     listing = sorted((root / "metadata").glob("*.npy"))
     stamps = [str(root.resolve()), *([path.name, *stamp(str(path))] for path in listing)]
     readers = {split: Reader(partial(_read_paths, root, listing, split), stamp=[split, *stamps]) for split in SPLITS}
-    return Opened({split: partial(readers.__getitem__, split) for split in SPLITS}, vocab_size=_LEVELS)
+    return {split: partial(readers.__getitem__, split) for split in SPLITS}
 
 
-def _read_paths(root: Path, listing: list[Path], split: str) -> Iterator[Sample | Malformed]:
+def _read_paths(root: Path, listing: list[Path], split: str) -> Found:
     """The images that the text files `listing` name; a line begins with folder, file, number and label."""
     lines = [
         (path, number, line)
@@ -348,19 +326,19 @@ def _read_paths(root: Path, listing: list[Path], split: str) -> Iterator[Sample 
         path, number, line = lines[index]
         words = line.split()
         if len(words) < 4 or words[3] not in ("0", "1"):
-            yield Malformed(Place(str(path), line=number), "not a folder, a file, a number and a label of 0 or 1")
+            yield Malformed(Place(str(path), f"line {number}"), "not a folder, a file, a number and a label of 0 or 1")
             continue
         file = root / words[0] / words[1]
         try:
             with Image.open(file) as image:
-                yield Sample(_grey_levels(image), (words[3],), Place(str(file)))
+                yield Document(_grey_levels(image), (words[3],), Place(str(file)))
         except OSError as error:  # the published set holds an empty file
             yield Malformed(Place(str(file)), str(error))
 
 
 register("files", Source(_open_files, reads=FILE_KEYS))
-register("libraries", Source(lambda keys: Opened({"train": _open_libraries}), reads=TEXT_KEYS, prepare=conceal))
-register("lra_listops", Source(_listops, reads=("options",)))
-register("lra_image", Source(_image, reads=("root",)))
-register("lra_retrieval", Source(_retrieval, reads=("root", "options")))
-register("lra_pathfinder", Source(_pathfinder, reads=("root",)))
+register("libraries", Source(lambda keys: {"train": _open_libraries}, reads=TEXT_KEYS, prepare=conceal))
+register("lra_listops", Source(_listops, reads=("options",), vocab_size=CLOSE + 1))
+register("lra_image", Source(_image, reads=("root",), vocab_size=_LEVELS))
+register("lra_retrieval", Source(_retrieval, reads=("root", "options"), vocab_size=_BEGIN + 1))
+register("lra_pathfinder", Source(_pathfinder, reads=("root",), vocab_size=_LEVELS))

@@ -13,7 +13,7 @@ from longseq.tasks.data.info import STAGES
 from longseq.tasks.data.loader import BatchLoader, TrainingLoader, find_place
 from longseq.tasks.data.module import TaskData, refuse_larger_shares, same_root
 from longseq.tasks.lm.config import READ_BY, TextDataKeys
-from longseq.tasks.text.prepare import Fractions, describe, plan_of, prepare, tokenizer_of
+from longseq.tasks.text.prepare import describe, plan_of, prepare, tokenizer_of
 from longseq.tasks.text.sources import STREAM, TEXT, Columns, Part, find_parts, group_files, standard_library_files
 from longseq.tasks.text.store import MANIFEST, TokenStore, in_cache, open_store
 from longseq.tasks.text.tokenizer import TextInfo
@@ -109,9 +109,8 @@ class LanguageModelData(TaskData):
             return
         self._stores = open_corpora(self.keys)
         first = self._stores[0]
-        for other in self._stores[1:]:
-            if not same_tokenizer(other.tokenizer, first.tokenizer):
-                raise ValueError(f"data.root: {first.name} and {other.name} were prepared with different tokenizers")
+        if not all(same_tokenizer(other.tokenizer, first.tokenizer) for other in self._stores):
+            raise ValueError("the folders of data.root were prepared with different tokenizers")
         for stage, split in STAGES.items():
             cut: list[Windows] = [
                 Documents(store.splits[split], self.keys.window)
@@ -132,8 +131,7 @@ class LanguageModelData(TaskData):
         )
 
     def train_dataloader(self) -> TrainingLoader:
-        batches, sampler = self._batches("train", self.batch_size), self.training_sampler()
-        return self.training_loader(batches, sampler)
+        return self.training_loader(self._batches("train", self.batch_size), self.training_sampler())
 
     def _batches(self, stage: str, rows: int) -> WindowBatches:
         return WindowBatches(
@@ -180,10 +178,8 @@ def _with_tokenizer(keys: TextDataKeys, tokenizer: Mapping[str, Any] | None) -> 
 
 def open_corpora(keys: TextDataKeys) -> list[TokenStore]:
     """One corpus for each entry of `data.root`, or the only one."""
-    fractions = fractions_of(keys)
     if keys.source == "standard_library":
-        parts = list(group_files(standard_library_files(), format="python"))
-        return [_prepared(keys.source, parts, TEXT, fractions, keys)]
+        return [_prepared(keys.source, list(group_files(standard_library_files(), format="python")), TEXT, keys)]
     roots = [keys.root] if isinstance(keys.root, str) else keys.root or []
     if keys.source == "tokens":
         return [open_store(root, check=keys.check) for root in roots]
@@ -191,7 +187,7 @@ def open_corpora(keys: TextDataKeys) -> list[TokenStore]:
     stores = []
     for root in roots:
         path = root if root.startswith(STREAM) else os.path.realpath(root)
-        stores.append(_prepared(Path(root).resolve().stem, find_parts([path], columns), columns, fractions, keys))
+        stores.append(_prepared(Path(root).resolve().stem, find_parts([path], columns), columns, keys))
     return stores
 
 
@@ -201,18 +197,14 @@ def fractions_of(keys: TextDataKeys) -> dict[str, float]:
     return {split: _FRACTION if share is None else share for split, share in shares.items()}
 
 
-def _prepared(
-    name: str, parts: Sequence[Part], columns: Columns, fractions: Fractions, keys: TextDataKeys
-) -> TokenStore:
+def _prepared(name: str, parts: Sequence[Part], columns: Columns, keys: TextDataKeys) -> TokenStore:
     """The tokens of text, prepared unless the cache has them."""
-    tokenizer = keys.tokenizer or "bytes"
+    how: Any = {"columns": columns, "tokenizer": keys.tokenizer or "bytes", "separator": keys.separator}
+    how["fractions"] = fractions_of(keys)
 
     def write(folder: Path) -> None:
-        manifest = prepare(
-            parts, folder, columns=columns, tokenizer=tokenizer, separator=keys.separator, fractions=fractions
-        )
+        manifest = prepare(parts, folder, **how)
         if manifest["malformed"]:
             _log.warning("%s: %s", name, describe(manifest))
 
-    plan = plan_of(parts, columns, tokenizer, keys.separator, fractions)
-    return open_store(in_cache(name, plan, keys.cache, MANIFEST, write), check=keys.check)
+    return open_store(in_cache(name, plan_of(parts, **how), keys.cache, MANIFEST, write), check=keys.check)

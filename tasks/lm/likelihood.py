@@ -118,8 +118,8 @@ def document_rows(model: TokenBackbone, tokens: Sequence[int]) -> list[Row]:
 
 
 @torch.inference_mode()
-def score_rows(model: TokenBackbone, rows: Sequence[Row], batch_size: int) -> list[Likelihood]:
-    """The likelihood of each row; `batch_size` rows of similar lengths are read together.
+def score_rows(model: TokenBackbone, rows: Sequence[Row]) -> list[Likelihood]:
+    """The likelihood of each row; all rows are read together.
 
     Long rows are read in pieces, with the state carried from one to the next. A model with learned positions reads only
     the last `max_length` tokens before the last token of a row. ValueError if it has too few for the scored tokens.
@@ -131,15 +131,7 @@ def score_rows(model: TokenBackbone, rows: Sequence[Row], batch_size: int) -> li
             raise ValueError(f"{len(tokens) - start} scored tokens exceed the model's {model.max_length} positions")
         fitting.append(Row(tokens[left_out:], start - left_out))
     order = sorted(range(len(rows)), key=lambda index: -len(fitting[index].tokens))
-    found: dict[int, Likelihood] = {}
-    for first in range(0, len(order), batch_size):
-        chosen = order[first : first + batch_size]
-        found |= dict(zip(chosen, _score_batch(model, [fitting[index] for index in chosen]), strict=True))
-    return [found[index] for index in range(len(rows))]
-
-
-def _score_batch(model: TokenBackbone, rows: Sequence[Row]) -> list[Likelihood]:
-    """The likelihoods of rows, of which the first is the longest."""
+    rows = [fitting[index] for index in order]  # the longest first
     device = next(model.parameters()).device
     lengths = torch.tensor([len(row.tokens) - 1 for row in rows])
     longest = int(lengths[0])
@@ -169,4 +161,5 @@ def _score_batch(model: TokenBackbone, rows: Sequence[Row]) -> list[Likelihood]:
             total.index_add_(0, row, scores.log_softmax(-1).gather(1, wanted[:, None])[:, 0].double())
             missed.index_add_(0, row, (scores.argmax(-1) != wanted).double())
         begin = end
-    return [Likelihood(*one) for one in zip(total.tolist(), (missed == 0).tolist(), strict=True)]
+    back = torch.tensor(order).argsort()
+    return [Likelihood(*one) for one in zip(total[back].tolist(), (missed[back] == 0).tolist(), strict=True)]

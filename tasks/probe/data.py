@@ -41,8 +41,7 @@ class Slice(NamedTuple):
 
     def to(self, device: torch.device) -> Slice:
         """The same slice on a device."""
-        allowed = None if self.allowed is None else self.allowed.to(device)
-        return Slice(self.name, self.tokens.to(device), self.places.to(device), self.answers.to(device), allowed)
+        return Slice(self.name, *(None if part is None else part.to(device) for part in self[1:]))  # type: ignore[arg-type]
 
 
 def make_splits(
@@ -112,11 +111,8 @@ class SliceBatches(Dataset[Batch]):
     def __getitem__(self, indices: BatchIndices) -> Batch:
         chosen = self.slices[indices.slice_index]
         rows = torch.as_tensor(indices.rows, dtype=torch.long).to(chosen.tokens.device, non_blocking=True)
-        tokens, places, answers = (
-            part.index_select(0, rows).long() for part in (chosen.tokens, chosen.places, chosen.answers)
-        )
-        allowed = None if chosen.allowed is None else chosen.allowed.index_select(0, rows)
-        return Batch(tokens, ProbeTargets(places, answers, allowed, indices.slice_index), [])
+        tokens, *own = (None if part is None else part.index_select(0, rows).long() for part in chosen[1:])
+        return Batch(tokens, ProbeTargets._make([*own, indices.slice_index]), [])
 
 
 class MixtureSampler(UpdateSampler[BatchIndices]):
@@ -202,7 +198,7 @@ class ProbeDataModule(TaskData):
 
     keys_class, info_class = ProbeDataKeys, ProbeInfo
 
-    _slices: Mapping[str, list[Slice]] | None = None  # of each stage
+    _slices: Mapping[str, list[Slice]] = {}  # of each stage; set by `setup`
 
     @classmethod
     def for_evaluation(
@@ -227,11 +223,10 @@ class ProbeDataModule(TaskData):
 
     def slices(self, stage: str) -> list[Slice]:
         """The slices of train, val or test; available after `setup`."""
-        assert self._slices is not None, "call setup() first"
         return self._slices[stage]
 
     def setup(self, stage: str | None = None) -> None:
-        if self._slices is not None:
+        if self._slices:
             return
         keys = self.keys
         described = {stage: getattr(keys, split) for stage, split in STAGES.items()}

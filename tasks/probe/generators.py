@@ -184,8 +184,7 @@ def recall(
     noisy = random.random((samples, pairs)) < noise
     noisy[np.arange(samples), random.integers(0, pairs - 1, samples)] = False  # at least one pair is shown
     noisy[:, -1] = False
-    shown = _present(np.where(noisy, size, keys)[:, :-1], size)
-    keys[:, -1] = _any_of(random, shown)
+    keys[:, -1] = _any_of(random, np.where(noisy, size, keys)[:, :-1], size)
     sequence = np.empty((samples, pairs, 2), dtype=np.int64)
     sequence[..., 0], sequence[..., 1] = keys, np.take_along_axis(value_of, keys, axis=1)
     if noise > 0:
@@ -227,7 +226,7 @@ def fuzzy_recall(
     lengths = key_sizes[drawn] + value_sizes[np.take_along_axis(value_of, drawn, axis=1)]
     room = tokens - key_size - value_size  # the last pair must fit, whatever its sizes
     fits = lengths.cumsum(axis=1) <= room
-    probe = _any_of(random, _present(np.where(fits, drawn, len(keys)), len(keys)))
+    probe = _any_of(random, np.where(fits, drawn, len(keys)), len(keys))
     count = fits.sum(axis=1)
     drawn = np.concatenate([drawn, drawn[:, :1]], axis=1)
     drawn[np.arange(samples), count] = probe
@@ -238,11 +237,14 @@ def fuzzy_recall(
     pieces = np.concatenate([keys[drawn], values[value]], axis=2)  # [N, pairs, key_size + value_size], -1 where shorter
     labelled = np.zeros(pieces.shape, dtype=bool)
     labelled[..., key_size:] = known[..., None]
-    filled = (pieces >= 0) & used[..., None]
-    sequence, labelled = _right_aligned(pieces, labelled, filled, tokens, padding=words)
+    pieces[~used] = -1
+    filled = (pieces >= 0).reshape(samples, -1)
+    at_the_end = filled.argsort(axis=1, kind="stable")[:, -tokens:]
+    flat = np.where(filled, pieces.reshape(samples, -1), words)
+    sequence = np.take_along_axis(flat, at_the_end, axis=1)
+    asked = np.take_along_axis(filled & labelled.reshape(samples, -1), at_the_end, axis=1)
     # The label of a position is the next token.
-    following = np.concatenate([labelled[:, 1:], np.zeros((samples, 1), dtype=bool)], axis=1)
-    return Samples(sequence, next_token_labels(sequence, None if label_all else following))
+    return Samples(sequence, next_token_labels(sequence, None if label_all else np.roll(asked, -1, axis=1)))
 
 
 def memorization(
@@ -272,16 +274,12 @@ def compression(random: np.random.Generator, samples: int, *, vocab_size: int = 
     return Samples(sequence, sequence.copy())
 
 
-def _present(keys: Integers, size: int) -> np.ndarray:
-    """Marks `[N, size]` the keys [0, size) that occur in each row; the key `size` stands for no key."""
+def _any_of(random: np.random.Generator, keys: Integers, size: int) -> Integers:
+    """Draws one of the different keys [0, size) of each row uniformly: `[N]`; the key `size` stands for no key."""
     present = np.zeros((len(keys), size + 1), dtype=bool)
     np.put_along_axis(present, keys, True, axis=1)
-    return present[:, :size]
-
-
-def _any_of(random: np.random.Generator, present: np.ndarray) -> Integers:
-    """Draws one of the marked columns of each row uniformly: `[N]`."""
-    return np.where(present, random.random(present.shape), -1.0).argmax(axis=1)
+    score = random.random((len(keys), size))
+    return np.where(present[:, :size], score, -1.0).argmax(axis=1)
 
 
 def _shown_before(keys: Integers, size: int) -> np.ndarray:
@@ -309,23 +307,6 @@ def _draw_motifs(random: np.random.Generator, sizes: Integers, shape: tuple[int,
     return starts[kind] + (random.random(shape) * counts[kind]).astype(np.int64)
 
 
-def _right_aligned(
-    pieces: Integers, labelled: np.ndarray, filled: np.ndarray, tokens: int, *, padding: int
-) -> tuple[Integers, np.ndarray]:
-    """Concatenates the filled entries of `pieces [N, P, S]` at the right end of `[N, tokens]`; the same of the marks
-    `labelled`.
-    """
-    samples = len(pieces)
-    pieces, labelled, filled = (part.reshape(samples, -1) for part in (pieces, labelled, filled))
-    place = tokens - filled.sum(axis=1, keepdims=True) + filled.cumsum(axis=1) - 1
-    row = np.broadcast_to(np.arange(samples)[:, None], place.shape)
-    sequence = np.full((samples, tokens), padding)
-    marks = np.zeros((samples, tokens), dtype=bool)
-    sequence[row[filled], place[filled]] = pieces[filled]
-    marks[row[filled], place[filled]] = labelled[filled]
-    return sequence, marks
-
-
 def regbench(
     random: np.random.Generator,
     samples: int,
@@ -350,7 +331,7 @@ def regbench(
     most = vocab_size - 2
     if not 1 <= letters[0] <= letters[1] <= most <= 62:  # `allowed` has 62 bits
         raise ValueError(f"letters={list(letters)} must lie in 1 ... {min(most, 62)}")
-    targets = _automata(random, samples, states, letters, edges, most)
+    targets = _automata(random, samples, most, states, letters, edges)
     length = random.integers(string_length[0], string_length[1], (samples, strings[1]), endpoint=True)
     count = random.integers(strings[0], strings[1], samples, endpoint=True)
     ends = (length + 1).cumsum(axis=1) - 1  # the position of the separator after each string
@@ -374,23 +355,18 @@ def regbench(
         state = np.where(separator, 0, targets[rows, state, letter])
     inside = np.arange(width) < last[:, None]
     tokens[~inside] = vocab_size - 1
-    letter_follows = np.zeros_like(inside)
-    letter_follows[:, :-1] = inside[:, 1:] & ~separators[:, 1:]
-    following = np.concatenate([tokens[:, 1:], tokens[:, :1]], axis=1)
-    labels = np.where(letter_follows, following, IGNORED)
-    allowed = np.where(letter_follows, np.concatenate([allowed[:, 1:], allowed[:, :1]], axis=1), 0)
-    return Samples(tokens, labels, allowed, _canonical(targets))
+    letter_follows = np.roll(inside & ~separators, -1, axis=1)
+    letter_follows[:, -1] = False
+    allowed = np.where(letter_follows, np.roll(allowed, -1, axis=1), 0)
+    return Samples(tokens, next_token_labels(tokens, letter_follows), allowed, _canonical(targets))
 
 
-def _automata(
-    random: np.random.Generator,
-    samples: int,
-    states: tuple[int, int],
-    letters: tuple[int, int],
-    edges: tuple[int, int],
-    most: int,
-) -> Integers:
-    """Draws transitions `[N, S, most]`: the state to which a letter leads, or -1 without such an edge."""
+def _automata(random: np.random.Generator, samples: int, most: int, *ranges: tuple[int, int]) -> Integers:
+    """Draws transitions `[N, S, most]`: the state to which a letter leads, or -1 without such an edge.
+
+    `ranges` are of the numbers of states, of letters and of edges per state.
+    """
+    states, letters, edges = ranges
     size = random.integers(states[0], states[1], samples, endpoint=True)
     alphabet = random.integers(letters[0], letters[1], samples, endpoint=True)
     rank = random.random((samples, most)).argsort(axis=1).argsort(axis=1)

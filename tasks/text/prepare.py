@@ -1,8 +1,7 @@
 """`longseq prepare`: text becomes a folder of tokens (see `longseq.tasks.text.store`).
 
-Processes encode the parts of the input in parallel, each part into a file below OUTPUT/.partial. When all parts are
-done, one process joins them in the order of the input, without duplicates. The same command continues an interrupted
-one.
+Processes encode the parts of the input in parallel; one process writes them in the order of the input, without
+duplicates.
 """
 
 from __future__ import annotations
@@ -11,25 +10,24 @@ import hashlib
 import json
 import multiprocessing
 import os
-import shutil
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-from filelock import FileLock
 from omegaconf import DictConfig
 
-from longseq.files import crc32_of, replacing
+from longseq.files import crc32_of
 from longseq.hub import find_source
 from longseq.models import read
 from longseq.tasks.commands import Prepare
 from longseq.tasks.report import long_step, progress_bar, quiet_libraries, shorten
 from longseq.tasks.text import store
 from longseq.tasks.text.sources import TEXT, Columns, Document, Malformed, Part, find_parts, read_part
-from longseq.tasks.text.store import SPLITS, Integers, SplitWriter, Tokens, file_types, stamp, token_type
+from longseq.tasks.text.store import SPLITS, Integers, SplitWriter, Tokens, file_type, stamp
 from longseq.tasks.text.tokenizer import Tokenizer, read_tokenizer, tokenizer_from_dict, train_tokenizer, trained_size
 from longseq.tasks.training.configuration import command_word, read_command
 from longseq.tasks.training.system import usable_cores, write_text
@@ -39,7 +37,6 @@ T = TypeVar("T")
 
 Fractions = Mapping[str, float]  # the shares of documents in validation and test
 KEPT = 10_000  # malformed lines and files that a manifest lists
-COUNTS = ("documents", "empty", "malformed")  # of a part
 
 # Characters of text from which a tokenizer is trained. More take long and change the tokenizer little.
 TRAINING_TEXT = 1 << 28
@@ -49,8 +46,6 @@ TRAINING_TEXT = 1 << 28
 def run(cfg: DictConfig) -> None:
     """Prepare text as configured, and print a summary."""
     keys = read_command(Prepare, cfg)
-    assert keys.input is not None
-    assert keys.output is not None
     columns = Columns(keys.column, keys.prompt_column)
     inputs = [keys.input] if isinstance(keys.input, str) else keys.input
     manifest = prepare(
@@ -89,38 +84,50 @@ def prepare(
 ) -> dict[str, Any]:
     """Write the tokens of `parts` to the folder `output`; returns its manifest.
 
-    `processes` read and encode, by default one for each core that this process can use.
-
-    ValueError if the folder has tokens already or the input no document; filelock.Timeout if another process writes.
+    `processes` read and encode, by default one for each core that this process can use. ValueError if the folder has
+    tokens already or the input no document.
     """
     if (output / store.MANIFEST).exists():
         raise ValueError(f"{output} holds prepared tokens already")
-    plan = json.dumps(plan_of(parts, columns, tokenizer, separator, fractions))
-    partial = output / store.PARTIAL / hashlib.sha256(plan.encode()).hexdigest()[:16]
-    partial.mkdir(parents=True, exist_ok=True)
-    with FileLock(output / store.PARTIAL / "lock", timeout=0):
-        choice = tokenizer
-        if (size := trained_size(tokenizer)) is not None:
-            choice = str(partial / store.TOKENIZER)
-            if not os.path.exists(choice):
-                with long_step("training the tokenizer"):
-                    trained = train_tokenizer(_training_texts(parts, columns, fractions), size)
-                write_text(Path(choice), trained.to_dict()["json"])
-        chosen = read_tokenizer(choice, separator if size is None else None)
-        waiting = {index: part for index, part in enumerate(parts) if not encoded_path(partial, index).exists()}
-        processes = min(processes or usable_cores(), len(waiting))
-        with progress_bar("encoding", len(parts), done=len(parts) - len(waiting)) as advance:
-            for _ in encode_parts(waiting, processes, partial, columns, chosen.to_dict()):
-                advance(1)
-        counts = dict(zip(COUNTS, sum(_arrays(partial, len(parts), "counts")).tolist(), strict=True))
-        malformed = np.concatenate(_arrays(partial, len(parts), "malformed")).tolist()[:KEPT]
-        if counts["documents"] == 0:
-            raise ValueError(f"the input holds no document, {counts['malformed']} malformed lines: {malformed[:1]}")
-        manifest = _join(len(parts), chosen, fractions, partial, output)
-        manifest["counts"] |= {name: counts[name] for name in ("empty", "malformed")}
-        manifest["malformed"] = malformed
-        write_text(output / store.MANIFEST, json.dumps(manifest, indent=1) + "\n")
-    shutil.rmtree(output / store.PARTIAL)
+    output.mkdir(parents=True, exist_ok=True)
+    if (size := trained_size(tokenizer)) is None:
+        chosen = read_tokenizer(tokenizer, separator)
+    else:
+        with long_step("training the tokenizer"):
+            chosen = train_tokenizer(_training_texts(parts, columns, fractions), size)
+    others = [] if columns.prompt is None else ["prompts"]
+    writers = {split: SplitWriter(output, split, chosen.vocab_size, others) for split in SPLITS}
+    counts = dict.fromkeys(("documents", "duplicates", "empty", "malformed"), 0)
+    listed: list[str] = []
+    seen: set[bytes] = set()
+    with progress_bar("encoding", len(parts)) as advance:
+        for encoded, empty, malformed in encode_parts(parts, processes or usable_cores(), columns, chosen.to_dict()):
+            counts["empty"] += empty
+            counts["malformed"] += len(malformed)
+            listed += malformed[: KEPT - len(listed)]
+            fresh = np.zeros(len(encoded.hashes), bool)
+            for place, content in enumerate(map(bytes, encoded.hashes)):
+                fresh[place] = content not in seen
+                seen.add(content)
+            counts["duplicates"] += int((~fresh).sum())
+            numbers = split_numbers(encoded.hashes, fractions)
+            for number, split in enumerate(SPLITS):
+                here = fresh & (numbers == number)
+                tokens = encoded.tokens[np.repeat(here, encoded.lengths)]
+                more = {name: getattr(encoded, name)[here] for name in others}
+                writers[split].add(tokens, encoded.lengths[here], encoded.byte_counts[here], **more)
+            advance(1)
+    counts["documents"] = len(seen)
+    if not seen:
+        raise ValueError(f"the input holds no document: {counts}, {listed[:1]}")
+    manifest = {
+        **manifest_of(chosen, output),
+        "fractions": dict(fractions),
+        "counts": counts,
+        "splits": {split: writer.close() for split, writer in writers.items()},
+        "malformed": listed,
+    }
+    write_text(output / store.MANIFEST, json.dumps(manifest, indent=1) + "\n")
     return manifest
 
 
@@ -128,11 +135,9 @@ def plan_of(
     parts: Sequence[Part], columns: Columns, tokenizer: str, separator: str | None, fractions: Fractions
 ) -> dict[str, Any]:
     """Everything that determines the tokens of a preparation; files are identified by their sizes and times."""
-    files: list[str] = []
-    if tokenizer != "bytes" and trained_size(tokenizer) is None:
-        # The settings next to a tokenizer file name its end-of-text token.
-        settings = [] if os.path.isdir(tokenizer) else [str(Path(tokenizer).with_name(SETTINGS_FILE))]
-        files = [tokenizer, *settings]
+    files = [] if tokenizer == "bytes" or trained_size(tokenizer) is not None else [tokenizer]
+    if files and not os.path.isdir(tokenizer):  # the settings next to a tokenizer file name its end-of-text token
+        files.append(str(Path(tokenizer).with_name(SETTINGS_FILE)))
     return {
         "version": store.VERSION,
         "parts": [[*part, part.stamps()] for part in parts],
@@ -150,52 +155,13 @@ def _training_texts(parts: Sequence[Part], columns: Columns, fractions: Fraction
     order = sorted(range(len(parts)), key=lambda index: int(f"{index:0{bits}b}"[::-1], 2))
     for index in order:
         for document in read_part(parts[index], columns):
-            if isinstance(document, Malformed) or document.is_empty:
+            if isinstance(document, Malformed) or not document.text.strip():
                 continue
             if split_numbers(hashes_of([document]), fractions)[0] == SPLITS.index("train"):
                 yield document.prompt + document.text
                 left -= len(document.text)
                 if left <= 0:
                     return
-
-
-def _arrays(partial: Path, count: int, name: str) -> list[Any]:
-    """One of the arrays of each part."""
-    found = []
-    for index in range(count):
-        with np.load(encoded_path(partial, index)) as arrays:
-            found.append(arrays[name])
-    return found
-
-
-def _join(count: int, tokenizer: Tokenizer, fractions: Fractions, partial: Path, output: Path) -> dict[str, Any]:
-    """Write the files of all splits; returns the manifest."""
-    hashes = np.concatenate(_arrays(partial, count, "hashes"))
-    kept = np.zeros(len(hashes), bool)  # False for each document that equals an earlier one
-    kept[np.unique(hashes, axis=0, return_index=True)[1]] = True
-    has_prompts = any(prompts.any() for prompts in _arrays(partial, count, "prompts"))
-    types = file_types(tokenizer.vocab_size, prompts=has_prompts)
-    writers = {split: SplitWriter(output, split, types) for split in SPLITS}
-    done = 0
-    with progress_bar("joining", count) as advance:
-        for index in range(count):
-            with np.load(encoded_path(partial, index)) as arrays:
-                encoded = Encoded(**{name: arrays[name] for name in Encoded._fields})
-            numbers = split_numbers(encoded.hashes, fractions)
-            here = kept[done : done + len(numbers)]
-            done += len(numbers)
-            for number, split in enumerate(SPLITS):
-                chosen = here & (numbers == number)
-                prompts = {"prompts": encoded.prompts[chosen]} if has_prompts else {}
-                tokens = encoded.tokens[np.repeat(chosen, encoded.lengths)]
-                writers[split].add(tokens, encoded.lengths[chosen], encoded.byte_counts[chosen], **prompts)
-            advance(1)
-    return {
-        **manifest_of(tokenizer, output),
-        "fractions": dict(fractions),
-        "counts": {"documents": int(kept.sum()), "duplicates": int((~kept).sum())},
-        "splits": {split: writer.close() for split, writer in writers.items()},
-    }
 
 
 def manifest_of(tokenizer: Any, output: Path) -> dict[str, Any]:
@@ -238,7 +204,7 @@ class Encoded(NamedTuple):
 
 def encode(documents: Iterable[Document], tokenizer: Tokenizer) -> Encoded:
     """Encode documents; `prompt` and `text` are encoded separately. ValueError for one with the separator in it."""
-    dtype = token_type(tokenizer.vocab_size)
+    dtype = file_type("tokens", tokenizer.vocab_size)
     separator = np.array([tokenizer.separator], dtype)
     parts: list[np.ndarray] = []
     numbers: list[tuple[int, int, int]] = []
@@ -247,8 +213,8 @@ def encode(documents: Iterable[Document], tokenizer: Tokenizer) -> Encoded:
         encoded = tokenizer.encode_all([part for one in batch for part in (one.prompt, one.text)])
         for one, prompt, text in zip(batch, encoded[::2], encoded[1::2], strict=True):
             if tokenizer.separator in prompt or tokenizer.separator in text:
-                where = "a document" if one.place is None else one.place.describe()
-                raise ValueError(f"{where} holds the separator, token {tokenizer.separator}: give another separator")
+                name = one.place.describe()
+                raise ValueError(f"{name} holds the separator, token {tokenizer.separator}: give another separator")
             parts += [separator, prompt.astype(dtype), text.astype(dtype)]
             numbers.append((1 + len(prompt) + len(text), len(one.text.encode()), len(prompt)))
         hashes.append(hashes_of(batch))
@@ -288,53 +254,35 @@ def batched(items: Iterable[T]) -> Iterator[list[T]]:
         yield batch
 
 
-def encode_part(index: int, part: Part, partial: Path, columns: Columns, tokenizer: Mapping[str, Any]) -> None:
-    """Write the tokens of a part, its counts and its malformed lines to a file in the folder `partial`."""
-    counts = dict.fromkeys(COUNTS, 0)
-    malformed: list[str] = []
+def encode_part(part: Part, columns: Columns, tokenizer: Mapping[str, Any]) -> tuple[Encoded, int, list[str]]:
+    """The tokens of a part, the number of its empty documents, and what cannot be read."""
+    empty, malformed = 0, list[str]()
 
     def documents() -> Iterator[Document]:
+        nonlocal empty
         for one in read_part(part, columns):
             if isinstance(one, Malformed):
-                counts["malformed"] += 1
-                if len(malformed) < KEPT:
-                    malformed.append(one.describe())
-            elif one.is_empty:
-                counts["empty"] += 1
+                malformed.append(one.describe())
+            elif not one.text.strip():
+                empty += 1
             else:
-                counts["documents"] += 1
                 yield one
 
-    encoded = encode(documents(), tokenizer_from_dict(tokenizer))
-    with replacing(encoded_path(partial, index)) as unfinished, unfinished.open("wb") as file:
-        np.savez(file, **encoded._asdict(), counts=list(counts.values()), malformed=np.array(malformed, dtype=str))
+    return encode(documents(), tokenizer_from_dict(tokenizer)), empty, malformed
 
 
-def encode_parts(waiting: Mapping[int, Part], processes: int, *options: Any) -> Iterator[int]:
-    """Encode the parts `waiting`, by number; yields each number when its part is done.
-
-    `options` are the other arguments of `encode_part`.
-    """
-    if processes <= 1:
-        for index, part in waiting.items():
-            encode_part(index, part, *options)
-            yield index
+def encode_parts(parts: Sequence[Part], processes: int, *options: Any) -> Iterator[tuple[Encoded, int, list[str]]]:
+    """`encode_part` of each part, in their order; `options` are its other arguments."""
+    if processes == 1 or len(parts) == 1:
+        for part in parts:
+            yield encode_part(part, *options)
         return
     context = multiprocessing.get_context("spawn")  # forks would share this process's threads
-    with ProcessPoolExecutor(processes, mp_context=context, initializer=_use_one_thread) as pool:
-        running = {pool.submit(encode_part, index, part, *options): index for index, part in waiting.items()}
-        try:
-            for done in as_completed(running):
-                done.result()
-                yield running[done]
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-def _use_one_thread() -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-
-
-def encoded_path(partial: Path, index: int) -> Path:
-    """The file of a part: the fields of `Encoded`, `counts` (the numbers of `COUNTS`) and `malformed`."""
-    return partial / f"{index:06}.npz"
+    with ProcessPoolExecutor(processes, context, os.putenv, ("TOKENIZERS_PARALLELISM", "false")) as pool:
+        running = deque[Future[tuple[Encoded, int, list[str]]]]()
+        for part in parts:
+            running.append(pool.submit(encode_part, part, *options))
+            if len(running) > processes:  # no more, because their tokens are in memory
+                yield running.popleft().result()
+        while running:
+            yield running.popleft().result()

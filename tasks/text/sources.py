@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from longseq.tasks.data.labels import no_column, require_one_list
+from longseq.tasks.data.labels import require_one_list
 from longseq.tasks.report import progress_bar
 from longseq.tasks.text.store import stamp
 
@@ -51,31 +51,23 @@ TEXT = Columns()
 
 
 class Place(NamedTuple):
-    """The place of an input: a line of a file (or the line's first byte), a row of a table, or a whole file."""
+    """The file of an input, and where in it: `line 3`, `row 3` of a table, or the line at `byte 900`."""
 
     path: str
-    line: int | None = None
-    row: int | None = None
-    byte: int | None = None
+    where: str | None = None
 
     def describe(self) -> str:
         """The place in words."""
-        numbers = {"line": self.line, "row": self.row, "byte": self.byte}
-        return self.path + "".join(f", {name} {number}" for name, number in numbers.items() if number is not None)
+        return self.path if self.where is None else f"{self.path}, {self.where}"
 
 
 class Document(NamedTuple):
-    """A text, the prompt before it, which is read but not trained on, and its labels as the file has them."""
+    """A text or `[T]` tokens, its labels, where it was read, and the prompt before it, which is not trained on."""
 
-    text: str
-    prompt: str = ""
+    text: Any
     labels: tuple[Any, ...] = ()
-    place: Place | None = None
-
-    @property
-    def is_empty(self) -> bool:
-        """True for a text of white space."""
-        return not self.text.strip()
+    place: Place = Place("a document")
+    prompt: str = ""
 
 
 class Malformed(NamedTuple):
@@ -94,12 +86,12 @@ Found = Iterator[Document | Malformed]
 class Part(NamedTuple):
     """A part of an input from `start` to `stop`: bytes (jsonl), row groups (parquet), rows (saved), shards (stream).
 
-    `size` is approximate, in bytes. `files` are documents of whole files. `version` of a stream identifies its files.
+    A `stop` of 0 is the end of the file. `files` are documents of whole files. `version` of a stream identifies its
+    files.
     """
 
     format: str
     path: str
-    size: int
     start: int = 0
     stop: int = 0
     files: tuple[str, ...] = ()
@@ -124,15 +116,21 @@ def find_parts(
             parts += _parts_of_stream(given, columns)
         elif not path.exists():
             raise FileNotFoundError(f"{given} does not exist")
-        elif is_saved(path) and not whole_files:
+        elif _is_saved(path) and not whole_files:
             parts += _parts_of_saved(path, size)
         else:
-            formats = {file: "text" if whole_files else _format_of(Path(file)) for file in files_below(path)}
+            formats = {file: "text" if whole_files else _format_of(Path(file)) for file in _files_below(path)}
             parts += [part for file in formats if formats[file] != "text" for part in _parts_of_file(Path(file), size)]
             parts += group_files([file for file in formats if formats[file] == "text"], size=size)
     if not parts:
         raise ValueError(f"{', '.join(inputs)}: no file with text")
     return parts
+
+
+def find_in_order(path: str, columns: Columns) -> list[Part]:
+    """The parts of one input; files of all formats below a folder keep their order."""
+    listed = [] if path.startswith(STREAM) or _is_saved(Path(path)) else list(_files_below(Path(path)))
+    return find_parts(listed or [path], columns)
 
 
 def read_part(part: Part, columns: Columns) -> Found:
@@ -148,12 +146,12 @@ def read_parts(parts: Sequence[Part], columns: Columns, description: str) -> Fou
             advance(1)
 
 
-def is_saved(path: Path) -> bool:
+def _is_saved(path: Path) -> bool:
     """True for a folder that the library `datasets` has saved."""
     return (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
 
 
-def files_below(path: Path) -> Iterator[str]:
+def _files_below(path: Path) -> Iterator[str]:
     """The file, or the files below a folder and linked folders in the order of their names, without hidden ones."""
     if path.is_file():
         yield str(path)
@@ -179,21 +177,20 @@ def group_files(files: Iterable[str], *, size: int = PART_SIZE, format: str = "t
     held: list[str] = []
     total = 0
     for file in files:
+        if total >= size:
+            yield Part(format, os.path.dirname(held[0]), files=tuple(held))
+            held, total = [], 0
         held.append(file)
         total += os.path.getsize(file)
-        if total >= size:
-            yield Part(format, os.path.dirname(held[0]), total, files=tuple(held))
-            held, total = [], 0
     if held:
-        yield Part(format, os.path.dirname(held[0]), total, files=tuple(held))
+        yield Part(format, os.path.dirname(held[0]), files=tuple(held))
 
 
 def _format_of(path: Path) -> str:
     ending = path.suffix.lower()
-    if ending in (".jsonl", ".ndjson", ".json"):
+    lines = ending in (".jsonl", ".ndjson", ".json")
+    if lines or (ending in _OPENERS and _format_of(path.with_suffix("")) == "jsonl"):
         return "jsonl"
-    if ending in _OPENERS and _format_of(path.with_suffix("")) == "jsonl":
-        return "compressed"
     return ending[1:] if ending in (*DELIMITERS, ".parquet") else "text"
 
 
@@ -201,12 +198,11 @@ def _parts_of_file(path: Path, size: int) -> Iterator[Part]:
     total, format = path.stat().st_size, _format_of(path)
     if format == "parquet":
         yield from _parts_of_parquet(path, size)
-    elif format == "jsonl":
+    elif format == "jsonl" and path.suffix.lower() not in _OPENERS:
         for start in range(0, total, size):
-            stop = min(total, start + size)
-            yield Part(format, str(path), stop - start, start, stop)
+            yield Part(format, str(path), start, min(total, start + size))
     else:
-        yield Part(format, str(path), total)
+        yield Part(format, str(path))
 
 
 def _parts_of_parquet(path: Path, size: int) -> Iterator[Part]:
@@ -217,7 +213,7 @@ def _parts_of_parquet(path: Path, size: int) -> Iterator[Part]:
     for group in range(file.num_row_groups):
         held += file.metadata.row_group(group).total_byte_size
         if held >= size or group + 1 == file.num_row_groups:
-            yield Part("parquet", str(path), held, first, group + 1)
+            yield Part("parquet", str(path), first, group + 1)
             first, held = group + 1, 0
 
 
@@ -227,12 +223,11 @@ def _parts_of_saved(path: Path, size: int) -> Iterator[Part]:
     if (path / "dataset_dict.json").is_file():
         raise ValueError(f"{path} holds several splits: name the folder of one")
     saved = load_from_disk(str(path))
-    total = saved.data.nbytes
-    count = max(1, -(-total // size))
+    count = max(1, -(-saved.data.nbytes // size))
     for index in range(count):
         start, stop = index * len(saved) // count, (index + 1) * len(saved) // count
         if stop > start:
-            yield Part("saved", str(path), total // count, start, stop)
+            yield Part("saved", str(path), start, stop)
 
 
 def _parts_of_stream(given: str, columns: Columns) -> Iterator[Part]:
@@ -246,7 +241,7 @@ def _parts_of_stream(given: str, columns: Columns) -> Iterator[Part]:
     files = [[str(one), str(file), *stamp(str(file))] for one, files in listed for file in files]
     version = hashlib.sha256(json.dumps([builder.hash, files]).encode()).hexdigest()
     for shard in range(_load_stream(given).num_shards):
-        yield Part("stream", given, 0, shard, shard + 1, version=version)
+        yield Part("stream", given, shard, shard + 1, version=version)
 
 
 def _name_stream(given: str) -> tuple[str, str | None, str]:
@@ -265,25 +260,22 @@ def _load_stream(given: str) -> Any:
 
 
 def _read_jsonl(part: Part, columns: Columns) -> Found:
-    """The lines that begin in the part."""
-    with open(part.path, "rb") as file:
+    """The lines that begin in the part. Line numbers are only known in the first part of a file."""
+    with _OPENERS.get(Path(part.path).suffix.lower(), partial(open, mode="rb"))(part.path) as file:
+        offset = part.start
         if part.start:
             file.seek(part.start - 1)
-            file.readline()
-        number = 0
-        while (offset := file.tell()) < part.stop and (line := file.readline()):
-            number += 1
-            if line.strip():
-                # Line numbers are only known in the first part of a file.
-                place = Place(part.path, byte=offset) if part.start else Place(part.path, line=number)
-                yield _parse(line, columns, place)
-
-
-def _read_compressed(part: Part, columns: Columns) -> Found:
-    with _OPENERS[Path(part.path).suffix.lower()](part.path) as file:
+            offset += len(file.readline()) - 1
         for number, line in enumerate(file, start=1):
+            if offset >= part.stop > 0:
+                return
+            place = Place(part.path, f"byte {offset}" if part.start else f"line {number}")
+            offset += len(line)
             if line.strip():
-                yield _parse(line, columns, Place(part.path, line=number))
+                try:
+                    yield _document(json.loads(line.decode("utf-8-sig")), columns, place)
+                except ValueError as error:
+                    yield Malformed(place, f"no JSON ({error})")
 
 
 def _open_zstd(path: str) -> IO[bytes]:
@@ -296,26 +288,15 @@ def _open_zstd(path: str) -> IO[bytes]:
 _OPENERS: dict[str, Callable[[str], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _open_zstd}
 
 
-def _parse(line: bytes, columns: Columns, place: Place) -> Document | Malformed:
-    try:
-        row = json.loads(line.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        return Malformed(place, f"no JSON ({error})")
-    return _document(row, columns, place)
-
-
 def _read_table(part: Part, columns: Columns) -> Found:
     rows = read_rows(Path(part.path))
     _, header = next(rows, (0, []))
     if twice := [name for name in columns.names() if header.count(name) > 1]:
         raise ValueError(f"{part.path} has several columns {twice[0]!r}")
-    missing = no_column(header, columns.names())
     for line, cells in rows:
-        place = Place(part.path, line=line)
+        place = Place(part.path, f"line {line}")
         if len(cells) != len(header):  # an unquoted delimiter in a text moves the label to another column
             yield Malformed(place, f"{len(cells)} cells under a header of {len(header)}")
-        elif missing is not None:
-            yield Malformed(place, missing)
         else:
             yield _document(dict(zip(header, cells, strict=True)), columns, place)
 
@@ -350,18 +331,17 @@ def _read_parquet(part: Part, columns: Columns) -> Found:
         from datasets import Features
 
         features = Features.from_arrow_schema(file.schema_arrow)
-    for batch in file.iter_batches(batch_size=_ROWS, row_groups=groups, columns=columns.names()):
-        yield from _documents(part.path, batch.to_pylist(), columns, number, features)
-        number += batch.num_rows
+    batches = file.iter_batches(batch_size=_ROWS, row_groups=groups, columns=columns.names())
+    rows = (row for batch in batches for row in batch.to_pylist())
+    yield from _documents(part.path, rows, columns, number, features)
 
 
 def _read_saved(part: Part, columns: Columns) -> Found:
     from datasets import load_from_disk
 
     saved = load_from_disk(part.path).select_columns(columns.names())
-    for start in range(part.start, part.stop, _ROWS):
-        rows = saved.select(range(start, min(part.stop, start + _ROWS))).to_list()
-        yield from _documents(part.path, rows, columns, start, saved.features)
+    rows = saved.select(range(part.start, part.stop))
+    yield from _documents(part.path, rows, columns, part.start, saved.features)
 
 
 def _read_stream(part: Part, columns: Columns) -> Found:
@@ -384,7 +364,6 @@ def _read_files(part: Part, columns: Columns) -> Found:
 
 _READERS: dict[str, Callable[[Part, Columns], Found]] = {
     "jsonl": _read_jsonl,
-    "compressed": _read_compressed,
     "csv": _read_table,
     "tsv": _read_table,
     "parquet": _read_parquet,
@@ -402,7 +381,7 @@ def _documents(
     for number, row in enumerate(rows, start=first):
         for column in columns.labels:
             row[column] = _name_classes(row.get(column), features.get(column))
-        yield _document(row, columns, Place(path, row=number))
+        yield _document(row, columns, Place(path, f"row {number}"))
 
 
 def _name_classes(value: Any, feature: Any) -> Any:
@@ -427,4 +406,4 @@ def _document(row: Any, columns: Columns, place: Place) -> Document | Malformed:
         except UnicodeEncodeError as error:
             return Malformed(place, str(error))
     labels = tuple(row.get(name) for name in columns.labels)
-    return Document(row[columns.text], "" if columns.prompt is None else row[columns.prompt], labels, place)
+    return Document(row[columns.text], labels, place, "" if columns.prompt is None else row[columns.prompt])

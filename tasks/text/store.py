@@ -20,8 +20,7 @@ import json
 import mmap
 import os
 import zlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,7 +37,6 @@ Tokens = npt.NDArray[np.unsignedinteger[Any]]
 VERSION = 1
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
-PARTIAL = ".partial"
 SPLITS = ("train", "validation", "test")
 
 
@@ -57,14 +55,12 @@ class Corpus(NamedTuple):
         return len(self.byte_counts)
 
 
-@dataclass(frozen=True)
-class TokenStore:
+class TokenStore(NamedTuple):
     """Prepared tokens by split, and the tokenizer that made them (`Tokenizer.to_dict`).
 
     checksums: the CRC-32 of the tokens of each split.
     """
 
-    name: str
     tokenizer: dict[str, Any]
     vocab_size: int
     separator: int
@@ -72,27 +68,16 @@ class TokenStore:
     checksums: dict[str, int]
 
 
-def token_type(vocab_size: int) -> Any:
-    """The smallest of uint16 and uint32 that holds all tokens."""
-    return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
-
-
-def file_types(vocab_size: int, *, prompts: bool = False, labels: bool = False) -> dict[str, Any]:
-    """The endings of the files of a split, with the types of their numbers."""
-    types = {"tokens": token_type(vocab_size), "offsets": np.dtype("<i8"), "bytes": np.dtype("<i8")}
-    if prompts:
-        types["prompts"] = np.dtype("<i8")
-    if labels:
-        types |= {"labels": np.dtype("<i8"), "hashes": np.dtype("<u8")}
-    return types
+def file_type(ending: str, vocab_size: int) -> Any:
+    """The type of the numbers in files with an ending; tokens have the smaller of uint16 and uint32 that holds all."""
+    return np.dtype({"tokens": "<u2" if vocab_size <= 1 << 16 else "<u4", "hashes": "<u8"}.get(ending, "<i8"))
 
 
 def open_store(root: str | Path, *, check: bool = True) -> TokenStore:
     """Open the folder `root` of prepared tokens; `check` compares the checksums of its files, which reads all of them.
 
-    Raises:
-        FileNotFoundError: a file is missing; a folder without a manifest is unfinished.
-        ValueError: the folder is of another version, or a file is truncated or changed.
+    FileNotFoundError without a manifest, in an unfinished folder. ValueError for a truncated or changed file, and for
+    another version.
     """
     root = Path(root)
     manifest = json.loads((root / MANIFEST).read_text(encoding="utf-8"))
@@ -105,20 +90,16 @@ def open_store(root: str | Path, *, check: bool = True) -> TokenStore:
         tokenizer["json"] = path.read_text(encoding="utf-8")
     splits = {}
     for split, entry in manifest["splits"].items():
-        files = entry["files"]
-        types = file_types(manifest["vocab_size"], prompts="prompts" in files, labels="labels" in files)
         arrays: dict[str, Any] = {}
-        for ending, dtype in types.items():
-            path = root / f"{split}.{ending}"
+        for ending, written in entry["files"].items():
+            path, dtype = root / f"{split}.{ending}", file_type(ending, manifest["vocab_size"])
             with long_step(f"checking {shorten(path)}"):
-                _check_file(path, files[ending], check)
-            empty = not files[ending]["size"]
-            arrays[ending] = np.zeros(0, dtype) if empty else _Mapped(path.resolve(), dtype=dtype, mode="r")
+                _check_file(path, written, check)
+            arrays[ending] = _Mapped(path.resolve(), dtype, "r") if written["size"] else np.zeros(0, dtype)
         if "hashes" in arrays:
             arrays["hashes"] = arrays["hashes"].reshape(-1, 2)
         splits[split] = Corpus(byte_counts=arrays.pop("bytes"), **arrays)
     return TokenStore(
-        name=root.resolve().name,
         tokenizer=tokenizer,
         vocab_size=manifest["vocab_size"],
         separator=manifest["separator"],
@@ -142,12 +123,12 @@ def _check_file(path: Path, written: Mapping[str, int], check: bool) -> None:
 
 
 class SplitWriter:
-    """Writes the files of a split, part by part, and counts their contents."""
+    """Writes the files of a split, part by part, and counts their contents; `others` are endings of further files."""
 
-    def __init__(self, output: Path, split: str, types: Mapping[str, Any]) -> None:
-        self._types = types
-        self._files = {ending: (output / f"{split}.{ending}").open("wb") for ending in types}
-        self._sums = dict.fromkeys(types, 0)
+    def __init__(self, output: Path, split: str, vocab_size: int, others: Sequence[str]) -> None:
+        self._types = {ending: file_type(ending, vocab_size) for ending in ("tokens", "offsets", "bytes", *others)}
+        self._files = {ending: (output / f"{split}.{ending}").open("wb") for ending in self._types}
+        self._sums = dict.fromkeys(self._types, 0)
         self._counts = {"documents": 0, "tokens": 0, "bytes": 0}
         self._write("offsets", np.zeros(1, np.int64))
 
@@ -195,8 +176,7 @@ def in_cache(name: str, plan: Any, cache: str | None, file: str, write: Callable
 
     `cache` is by default longseq/text in the user's cache (XDG_CACHE_HOME). One process writes while others wait.
     """
-    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "longseq" / "text"
-    base = default if cache is None else Path(cache)
+    base = Path(cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "longseq" / "text")
     folder = base / f"{name}_{hashlib.sha256(json.dumps(plan).encode()).hexdigest()[:16]}"
     folder.mkdir(parents=True, exist_ok=True)
     with long_step(f"preparing {name} in {shorten(folder)}"), FileLock(base / f"{folder.name}.lock"):

@@ -80,8 +80,7 @@ class ByteTokenizer(Tokenizer):
 class FileTokenizer(Tokenizer):
     """A tokenizer of the library `tokenizers`; special tokens are neither added nor read from a text.
 
-    If `separator` is None, it is the end-of-text token of well-known vocabularies. ValueError if the tokenizer does not
-    have the separator or the start.
+    ValueError if the tokenizer does not have the separator or the start.
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
@@ -91,17 +90,15 @@ class FileTokenizer(Tokenizer):
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        name, self.separator = self._find_token([values["separator"]] if values["separator"] else SEPARATORS)
-        _, self.start = self._find_token([values.get("start") or name])
-        super().__init__({**values, "separator": name})
+        self.separator = self._number(values["separator"])
+        self.start = self._number(values.get("start") or values["separator"])
+        super().__init__(values)
 
-    def _find_token(self, names: Sequence[str]) -> tuple[str, int]:
-        """The first of `names` that the tokenizer has, and its number."""
-        for name in names:
-            number = self._tokenizer.token_to_id(name)
-            if number is not None:
-                return name, number
-        raise ValueError(f"the tokenizer has none of the tokens {', '.join(names)}")
+    def _number(self, name: str | None) -> int:
+        number = None if name is None else self._tokenizer.token_to_id(name)
+        if number is None:
+            raise ValueError(f"the tokenizer has no token {name}: give the separator, one of its tokens")
+        return number
 
     def encode_all(self, texts: Sequence[str]) -> list[Tokens]:
         self._tokenizer.encode_special_tokens = True  # reads their names as ordinary text
@@ -163,11 +160,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> FileTokenizer:
 class TextInfo(Info):
     """The vocabulary of a text and the windows in which a model reads it.
 
-    vocab_size: the number of tokens.
-    separator: the token that begins and ends each document.
-    window: the length of training windows in tokens.
-    tokenizer: what `Tokenizer.to_dict` returns.
-    sizes: the windows of each split.
+    `separator` begins and ends each document, `window` is the length of training windows in tokens, `tokenizer` what
+    `Tokenizer.to_dict` returns, and `sizes` counts windows.
     """
 
     vocab_size: int
@@ -179,7 +173,6 @@ class TextInfo(Info):
     _meaning = ("tokenizer", "separator")
 
     def make_tokenizer(self) -> Tokenizer:
-        """The tokenizer of the text."""
         return tokenizer_from_dict(self.tokenizer)
 
     def describe(self) -> str:
@@ -187,14 +180,18 @@ class TextInfo(Info):
 
 
 class TextStream:
-    """Turns tokens into text as they come; holds back tokens until their characters are whole.
+    """Turns tokens into text as they come, up to the first stop string.
 
-    `context` are the tokens of the text before, by which some tokenizers decide on a blank between words.
+    Holds back tokens until their characters are whole, and text that may begin a stop string. `context` are the tokens
+    of the text before, by which some tokenizers decide on a blank between words.
     """
 
-    def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()) -> None:
-        self._tokenizer = tokenizer
+    stopped = False  # by a stop string
+
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = (), stops: Sequence[str] = ()) -> None:
+        self._tokenizer, self._stops = tokenizer, stops
         self._waiting: list[int] = []
+        self._held = ""  # may begin a stop string
         self._context = list(context)[-_CONTEXT:]
         # A cut inside a character makes all of Llama's byte tokens up to the next other token invalid.
         while tokenizer.decode(self._context).startswith(_NO_CHARACTER):
@@ -203,14 +200,12 @@ class TextStream:
     def push(self, token: int) -> str:
         """The text that a token completes, possibly none."""
         self._waiting.append(token)
-        return "" if self._text().endswith(_NO_CHARACTER) else self.finish()
+        text = self._text()
+        return "" if text.endswith(_NO_CHARACTER) else self._show(text)
 
     def finish(self) -> str:
         """The rest of the text, with U+FFFD for bytes that form no character."""
-        text = self._text()
-        if text:
-            self._context, self._waiting = self._waiting, []
-        return text
+        return self._show(self._text()) + self._held
 
     def _text(self) -> str:
         """The text of the tokens that wait."""
@@ -218,40 +213,14 @@ class TextStream:
         # Invalid byte tokens also make the valid ones before them invalid.
         return whole[len(before) :] if whole.startswith(before) else self._tokenizer.decode(self._waiting)
 
-
-class StopStrings:
-    """Passes text on up to the first stop string; holds back what may begin one, also in the text shown `before`."""
-
-    def __init__(self, stops: Sequence[str], before: str = "") -> None:
-        self._stops = list(stops)
-        begun = self._begun(before)
-        self._held = before[len(before) - begun :]
-        self._shown = begun  # characters of `_held` that were shown before
-        self.stopped = False
-
-    def push(self, text: str) -> str:
-        """The text that can be shown. After a stop string `stopped` is True, and nothing follows."""
-        if self.stopped:
-            return ""
-        self._held += text
-        found = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
-        if found:
-            self.stopped = True
-            self._held = self._held[: min(found)]
-            return self.finish()
-        return self._show(len(self._held) - self._begun(self._held))
-
-    def finish(self) -> str:
-        """The rest of the text."""
-        return self._show(len(self._held))
-
-    def _show(self, count: int) -> str:
-        """The first `count` held characters, except those that were shown before."""
-        shown, self._held = self._held[self._shown : count], self._held[count:]
-        self._shown = max(self._shown - count, 0)
-        return shown
-
-    def _begun(self, text: str) -> int:
-        """The largest number of characters at the end of `text` that begin a stop string."""
-        sizes = (size for stop in self._stops for size in range(1, len(stop)) if text.endswith(stop[:size]))
-        return max(sizes, default=0)
+    def _show(self, text: str) -> str:
+        """What can be shown when `text`, of the tokens that wait, comes after the text that is held."""
+        if text:
+            self._context, self._waiting = self._waiting, []
+        text = self._held + text
+        begun = (size for stop in self._stops for size in range(len(stop)) if text.endswith(stop[:size]))
+        found = min((place for stop in self._stops if (place := text.find(stop)) >= 0), default=None)
+        self.stopped = found is not None
+        count = len(text) - max(begun, default=0) if found is None else found
+        self._held = "" if self.stopped else text[count:]
+        return text[:count]

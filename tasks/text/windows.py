@@ -18,7 +18,7 @@ import math
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -36,15 +36,8 @@ _STEP = 8  # `cu_seqlens` has a multiple of this many sequences
 _WINDOWS = 100_000  # that `Concatenated.sequences` looks at
 
 
-class Span(NamedTuple):
-    """The places from `start` to `stop`, which may exceed the corpus's size, because the corpus is a ring."""
-
-    start: int
-    stop: int
-
-
 class Windows(ABC):
-    """The `count` windows of a corpus, each a row of spans with together at most `length` tokens."""
+    """The `count` windows of a corpus: spans of its places, together at most `length`."""
 
     count: int
 
@@ -52,7 +45,7 @@ class Windows(ABC):
         self.corpus, self.length, self.size = corpus, length, len(corpus.tokens)
 
     @abstractmethod
-    def spans(self, index: int, shift: int = 0) -> list[Span]:
+    def spans(self, index: int, shift: int = 0) -> list[range]:
         """The spans of a window; `shift` moves all windows of a pass along the ring, if they can be moved."""
 
     @abstractmethod
@@ -67,10 +60,11 @@ class Concatenated(Windows):
         super().__init__(corpus, length)
         self.count = self.size // length if whole else -(-self.size // length)
 
-    def spans(self, index: int, shift: int = 0) -> list[Span]:
+    def spans(self, index: int, shift: int = 0) -> list[range]:
         first = index * self.length
         start = (first + shift) % self.size
-        return [Span(start, start + min(self.length, self.size - first))]
+        stop = start + min(self.length, self.size - first)
+        return [span for span in (range(start, min(stop, self.size)), range(stop - self.size)) if span]
 
     def sequences(self) -> Integers:
         chosen = np.unique(np.linspace(0, self.count - 1, min(self.count, _WINDOWS)).astype(np.int64)) * self.length
@@ -98,8 +92,8 @@ class Documents(Windows):
         # The first piece of each window.
         self._first = np.concatenate([[0], np.cumsum(np.bincount(window, minlength=self.count))]).astype(np.int64)
 
-    def spans(self, index: int, shift: int = 0) -> list[Span]:
-        return [Span(*map(int, piece)) for piece in self._pieces[self._first[index] : self._first[index + 1]]]
+    def spans(self, index: int, shift: int = 0) -> list[range]:
+        return [range(*piece) for piece in self._pieces[self._first[index] : self._first[index + 1]]]
 
     def sequences(self) -> Integers:
         return 1 + np.diff(self._first)  # the rest of a window, if there is one, is one more
@@ -127,16 +121,6 @@ def _best_fit(sizes: Integers, length: int) -> tuple[Integers, int]:
                 insort(rooms, left)
             open_windows[left].append(chosen)
     return window, count
-
-
-def most_sequences(cut: Sequence[Windows], rows: int) -> int:
-    """A number of sequences that a batch of `rows` randomly drawn windows exceeds once in millions."""
-    found = []
-    for windows in cut:
-        if windows.count:
-            counts = windows.sequences()
-            found.append(min(rows * counts.max(), rows * counts.mean() + 5 * rows**0.5 * counts.std()))
-    return math.ceil(max(found))
 
 
 class WindowIndex(NamedTuple):
@@ -233,19 +217,15 @@ class EveryWindow(EvaluationSampler):
 
     def __init__(self, counts: Sequence[int], batch_size: int, *, rank: int = 0, world_size: int = 1) -> None:
         super().__init__(sum(counts), batch_size, rank=rank, world_size=world_size)
-        self.counts, self.ends = counts, np.cumsum(counts)
+        self.windows = [WindowIndex(corpus, window) for corpus, count in enumerate(counts) for window in range(count)]
 
     def __iter__(self) -> Iterator[list[WindowIndex]]:  # type: ignore[override]
         for number in range(len(self)):
-            positions = self.batch(number)
+            positions: Iterable[int] = self.batch(number)
             if self.in_order:  # full batches, because a missing window would have predictions of its own
                 first = (self.rank + self.world_size * number) * self.batch_size
-                positions = list(range(first, min(first + self.batch_size, self.num_samples)))
-            corpora = np.searchsorted(self.ends, positions, side="right").tolist()
-            yield [
-                WindowIndex(corpus, position - int(self.ends[corpus]) + self.counts[corpus])
-                for corpus, position in zip(corpora, positions, strict=True)
-            ]
+                positions = range(first, min(first + self.batch_size, self.num_samples))
+            yield [self.windows[position] for position in positions]
 
 
 class EveryStream(Sampler[list[WindowIndex | None]]):
@@ -342,35 +322,43 @@ class WindowBatches(Dataset[Batch]):
         self.cut, self.length, self.rows, self.separator = cut, cut[0].length, rows, separator
         self.reset_state, self.carries = reset_state, carries
         self.start = separator if start is None else start
-        self._slots = -(-most_sequences(cut, rows) // _STEP) * _STEP
+        # Randomly drawn windows exceed this number of sequences once in millions of batches.
+        counts = [windows.sequences() for windows in cut if windows.count]
+        most = max(min(rows * one.max(), rows * one.mean() + 5 * rows**0.5 * one.std()) for one in counts)
+        self._slots = math.ceil(most / _STEP) * _STEP
 
     def __getitem__(self, batch: Sequence[WindowIndex | None]) -> Batch:
         """The batch of at most B windows; rows that are None or missing have no targets."""
         shape = (self.rows, self.length)
         tokens, targets = np.full(shape, self.separator, np.int64), np.full(shape, IGNORED, np.int64)
         fresh = np.ones(self.rows, bool)
-        borders = [[0] for _ in range(self.rows)]  # of each row: where sequences begin
+        begins = np.zeros(shape, bool)  # where sequences begin
+        begins[:, 0] = True
         byte_count = 0
         for index, one in enumerate(batch):
             if one is None:
                 continue
-            windows = self.cut[one.corpus]
-            begins, place = [0], 0
+            windows, place = self.cut[one.corpus], 0
             for span in windows.spans(one.window, one.shift):
-                size = span.stop - span.start
-                inside = slice(place, place + size)
+                inside = slice(place, place + len(span))
                 tokens[index, inside], targets[index, inside], starts, covered = self._read(windows.corpus, span)
                 byte_count += covered
-                begins += [place, *(place + starts).tolist()]
+                begins[index, place] = begins[index, place + starts] = True
                 if place == 0:
                     fresh[index] = one.fresh or (self.reset_state and len(starts) > 0 and starts[0] == 0)
-                place += size
-            borders[index] = sorted({*begins, *([place] if place < self.length else [])})
+                place += len(span)
+            begins[index, place : place + 1] = True  # the rest
         flat, cu_seqlens = shape, None
         first = last = torch.arange(self.rows)
         if self.reset_state:
-            flat = (1, -1)
-            cu_seqlens, first, last = self._pack(borders)
+            places, counts = np.flatnonzero(begins), begins.sum(axis=1)
+            slots = self._slots
+            while slots < len(places):
+                slots *= 2
+            borders = np.full(slots + 1, tokens.size, np.int32)
+            borders[: len(places)] = places
+            flat, cu_seqlens = (1, -1), torch.from_numpy(borders)
+            first, last = torch.from_numpy(counts.cumsum() - counts), torch.from_numpy(counts.cumsum() - 1)
         inputs = TokenInputs(
             tokens=torch.from_numpy(tokens.reshape(flat)),
             cu_seqlens=cu_seqlens,
@@ -381,57 +369,22 @@ class WindowBatches(Dataset[Batch]):
         )
         return Batch(inputs, torch.from_numpy(targets.reshape(flat)), [])
 
-    def _read(self, corpus: Corpus, span: Span) -> tuple[np.ndarray, np.ndarray, Integers, int]:
+    def _read(self, corpus: Corpus, span: range) -> tuple[np.ndarray, np.ndarray, Integers, int]:
         """Tokens and targets of a span, the places in it where documents begin, and the bytes of its targets."""
-        size, length = len(corpus.tokens), span.stop - span.start
-        if span.stop < size:
-            read = corpus.tokens[span.start : span.stop + 1]
-        else:
-            read = corpus.tokens.take(range(span.start, span.stop + 1), mode="wrap")
-        read = np.asarray(read).astype(np.int64)
+        start, stop = span.start, span.stop
+        read = np.asarray(corpus.tokens.take(np.arange(start, stop + 1), mode="wrap")).astype(np.int64)
         tokens, targets = read[:-1], read[1:].copy()
-        starts: list[np.ndarray] = []
-        covered = 0
-        start, done = span.start, 0
-        while done < length:  # twice for a span that crosses the end of the ring
-            stop = min(start + length - done, size)
-            begun, bytes_here, ignored = _documents(corpus, start, stop)
-            starts.append(begun - start + done)
-            for begin, end in ignored:
-                targets[begin - start + done : end - start + done] = IGNORED
-            covered += bytes_here
-            done += stop - start
-            start = 0
-        begins = np.concatenate(starts)
+        one = int(np.searchsorted(corpus.offsets, start, side="right")) - 1
+        other = int(np.searchsorted(corpus.offsets, stop, side="left"))
+        offsets = np.asarray(corpus.offsets[one : other + 1])
+        first = offsets[:-1] + (0 if corpus.prompts is None else corpus.prompts[one:other])
+        count = np.maximum(1, offsets[1:] - first)
+        before = np.clip(start - first, 0, count)  # targets of each document before `start`
+        until = np.clip(stop - first, 0, count)
+        total = np.asarray(corpus.byte_counts[one:other])
+        covered = int((total * until // count - total * before // count).sum())
+        for begin, end in zip(np.maximum(offsets[:-1], start), np.minimum(first, stop), strict=True):
+            targets[begin - start : max(begin, end) - start] = IGNORED  # targets of the prompt
+        begins = offsets[:-1][offsets[:-1] >= start] - start
         tokens[begins] = self.start
         return tokens, targets, begins, covered
-
-    def _pack(self, borders: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, Tensor]:
-        """The borders of all rows in one tensor, padded to a fixed length; the first and last sequence of each row."""
-        counts = np.array([len(row) for row in borders])
-        ends = np.cumsum(counts)
-        slots = self._slots
-        while slots < ends[-1]:
-            slots *= 2
-        packed = np.full(slots + 1, self.rows * self.length, np.int32)
-        packed[: ends[-1]] = np.concatenate([index * self.length + np.array(row) for index, row in enumerate(borders)])
-        return torch.from_numpy(packed), torch.from_numpy(ends - counts), torch.from_numpy(ends - 1)
-
-
-def _documents(corpus: Corpus, start: int, stop: int) -> tuple[Integers, int, list[tuple[int, int]]]:
-    """For the places from `start` to `stop`: where documents begin, the targets' bytes, the targets of prompts."""
-    one = int(np.searchsorted(corpus.offsets, start, side="right")) - 1
-    other = int(np.searchsorted(corpus.offsets, stop, side="left"))
-    offsets = np.asarray(corpus.offsets[one : other + 1])
-    first = offsets[:-1] + (0 if corpus.prompts is None else corpus.prompts[one:other])
-    count = np.maximum(1, offsets[1:] - first)
-    before = np.clip(start - first, 0, count)  # targets of each document before `start`
-    until = np.clip(stop - first, 0, count)
-    total = np.asarray(corpus.byte_counts[one:other])
-    covered = int((total * until // count - total * before // count).sum())
-    ignored = []
-    if corpus.prompts is not None:
-        begins, ends = np.maximum(offsets[:-1], start), np.minimum(first, stop)
-        ignored = [(int(b), int(e)) for b, e in zip(begins, ends, strict=True) if b < e]
-    begun = offsets[:-1][offsets[:-1] >= start]
-    return begun.astype(np.int64), covered, ignored

@@ -32,7 +32,7 @@ class Worker:
 
     def score(self, rows: Sequence[Row]) -> list[Likelihood]:
         """The likelihoods of rows, read in one batch."""
-        return score_rows(self.model, rows, len(rows))
+        return score_rows(self.model, rows)
 
     def write(self, numbered: Sequence[tuple[int, str]], options: dict[str, Any]) -> list[str]:
         """The continuations of prompts, in one batch; `options` are keys of `longseq generate`.

@@ -1,4 +1,4 @@
-"""Generated text: what a row depends on, how tokens become text, where it ends, and how it goes on later."""
+"""Generated text: what a row depends on, how tokens become text, and where it ends."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from longseq.backbones.tokens import TokenBackbone
 from longseq.tasks import generate
 from longseq.tasks.commands import Generate
 from longseq.tasks.lm.writer import Writer
-from longseq.tasks.text.tokenizer import ByteTokenizer, FileTokenizer, StopStrings, TextStream
+from longseq.tasks.text.tokenizer import ByteTokenizer, FileTokenizer, TextStream
 
 PROMPTS = ["a", "some text", "", "état", "a longer prompt than the others"]
 KEYS = {
     "checkpoint": "x.ckpt", "weights": "auto", "prompt": "x", "input": None, "output": None, "max_new_tokens": 12,
     "temperature": 1.0, "top_k": None, "top_p": None, "repetition_penalty": 1.0, "stop": [], "end": True, "seed": 0,
-    "batch_size": 64, "device": "cpu", "dtype": "float32", "cuda_graph": None, "state": None, "save_state": None,
+    "batch_size": 64, "device": "cpu", "dtype": "float32", "cuda_graph": None,
 }  # fmt: skip
 
 
@@ -54,19 +54,6 @@ def test_what_is_drawn_depends_on_the_seed_and_the_number_of_the_prompt_alone():
     assert make_writer(**hot).write(["same"])[0].tokens == same[0].tokens
 
 
-@pytest.mark.parametrize("mixer", ["gated_deltanet", "attention", "vla"])
-@pytest.mark.parametrize("penalty", [1.0, 1.3])
-def test_a_saved_state_goes_on_as_if_never_interrupted(mixer, penalty, tmp_path):
-    options = {"repetition_penalty": penalty, "end": False}
-    whole = make_writer(mixer, max_new_tokens=30, **options).write(["début"])[0]
-    saved = str(tmp_path / "text.state")
-    first = make_writer(mixer, max_new_tokens=11, save_state=saved, **options).write(["début"])[0]
-    again = str(tmp_path / "again.state")
-    second = make_writer(mixer, max_new_tokens=4, save_state=again, **options).resume(tmp_path / "text.state")
-    third = make_writer(mixer, max_new_tokens=15, **options).resume(tmp_path / "again.state")
-    assert first.tokens + second.tokens + third.tokens == whole.tokens
-
-
 @pytest.mark.slow
 def test_nothing_is_read_in_front_of_a_bare_prompt():
     writer = make_writer(temperature=0.0, max_new_tokens=6, end=False)
@@ -83,14 +70,14 @@ def test_nothing_is_read_in_front_of_a_bare_prompt():
 
 
 @pytest.mark.parametrize("mixer", ["gated_deltanet", "attention", "deltanet+window_attention"])
-def test_what_a_graph_records_writes_the_same_text(mixer, graphs_on_cpu, tmp_path):
-    check_that_graphs_change_nothing(mixer, "cpu", tmp_path)
+def test_what_a_graph_records_writes_the_same_text(mixer, graphs_on_cpu):
+    check_that_graphs_change_nothing(mixer, "cpu")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mixer", ["gated_deltanet", "attention", "deltanet+window_attention"])
-def test_a_graph_writes_the_same_text(mixer, tmp_path):
-    check_that_graphs_change_nothing(mixer, "cuda", tmp_path)
+def test_a_graph_writes_the_same_text(mixer):
+    check_that_graphs_change_nothing(mixer, "cuda")
 
 
 def test_a_model_with_learned_positions_reads_the_end_of_a_long_prompt():
@@ -102,35 +89,21 @@ def test_a_model_with_learned_positions_reads_the_end_of_a_long_prompt():
     assert written.tokens == model.generate(torch.tensor([list(b"rompt")]), 3, temperature=0)[0, -3:].tolist()
 
 
-def test_a_state_of_another_model_is_refused(tmp_path):
-    make_writer(save_state=str(tmp_path / "a.state"), end=False).write(["x"])
-    writer = make_writer()
-    with torch.no_grad():
-        writer.model.blocks[0].mixer.out_proj.weight[-1, -1] += 1
-    with pytest.raises(ValueError, match="another model"):
-        writer.resume(tmp_path / "a.state")
-
-
-def check_that_graphs_change_nothing(mixer, device, folder):
+def check_that_graphs_change_nothing(mixer, device):
     options = {"temperature": 5.0, "repetition_penalty": 1.2, "device": device, "end": False}
     plain, graph = (make_writer(mixer, cuda_graph=cuda_graph, **options) for cuda_graph in (False, True))
     whole = plain.write(PROMPTS)
     assert [one.tokens for one in graph.write(PROMPTS)] == [one.tokens for one in whole]
     assert len({token for one in whole for token in one.tokens}) > 20
-    whole = make_writer(mixer, cuda_graph=True, **options).write(["début"])[0].tokens
-    saved = {"max_new_tokens": 5, "save_state": f"{folder}/text.state", "cuda_graph": True}
-    first = make_writer(mixer, **saved, **options).write(["début"])[0]
-    rest = make_writer(mixer, max_new_tokens=7, cuda_graph=False, **options).resume(folder / "text.state")
-    assert first.tokens + rest.tokens == whole
 
 
 def test_a_stop_string_is_found_across_tokens_and_what_may_begin_one_is_held_back():
-    stops = StopStrings(["END", "ENOUGH"])
-    shown = [stops.push(part) for part in ("text E", "N", "O", "R ", "EN", "D more")]
+    stream = TextStream(ByteTokenizer(), stops=["END", "ENOUGH"])
+    shown = ["".join(stream.push(token) for token in part) for part in (b"text E", b"N", b"O", b"R ", b"EN", b"D")]
     assert shown == ["text ", "", "", "ENOR ", "", ""]
-    assert stops.stopped
-    unfinished = StopStrings(["END"])
-    assert unfinished.push("the EN") + unfinished.finish() == "the EN"
+    assert stream.stopped
+    unfinished = TextStream(ByteTokenizer(), stops=["END"])
+    assert "".join(unfinished.push(token) for token in b"the EN") + unfinished.finish() == "the EN"
 
 
 @pytest.mark.parametrize("text", ["été 漢字 a😀b e\u0301".encode(), b"Y\x8b\x9b\xde\xb6r", b"\xf0\xb6\xac\xff\x80\x9f"])

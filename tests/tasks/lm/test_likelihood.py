@@ -44,8 +44,8 @@ def test_rows_are_scored_as_if_each_were_alone_and_whole(mixer, monkeypatch):
     monkeypatch.setattr(likelihood, "CHUNK_SCORES", 3 * V)
     model, rows = make(mixer), some_rows()
     wanted = [directly(model, row) for row in rows]
-    for batch_size in (1, 2, 64):
-        found = score_rows(model, rows, batch_size)
+    for count in (1, 2, len(rows)):
+        found = [one for start in range(0, len(rows), count) for one in score_rows(model, rows[start : start + count])]
         for one, (log_probability, is_greedy) in zip(found, wanted, strict=True):
             assert one.log_probability == pytest.approx(log_probability, rel=1e-9)
             assert one.is_greedy == is_greedy
@@ -58,9 +58,9 @@ def test_a_model_of_learned_positions_reads_windows_of_a_document():
     assert [len(row.tokens) - row.start for row in rows] == [8, 8, 6]
     assert [row.tokens[row.start :] for row in rows] == [tokens[1:9], tokens[9:17], tokens[17:]]
     assert len(rows[-1].tokens) == 9, "the last window is filled with what stands before"
-    found = score_rows(model, rows, 3)
+    found = score_rows(model, rows)
     assert [one.log_probability for one in found] == pytest.approx([directly(model, row)[0] for row in rows])
-    (cut,) = score_rows(model, [Row(tokens, 20)], 1)
+    (cut,) = score_rows(model, [Row(tokens, 20)])
     assert cut.log_probability == pytest.approx(directly(model, Row(tokens[-9:], 6))[0])
 
 
@@ -85,7 +85,7 @@ def test_windows_of_a_converted_model_begin_documents_as_the_documents_alone_do(
         model.save_pretrained(tmp_path / "model")
         tokenizer = tokenizer_from_dict(described)
         read = [[tokenizer.start, *tokens.tolist(), tokenizer.separator] for tokens in tokenizer.encode_all(texts)]
-        alone = -sum(one.log_probability for one in score_rows(model, [Row(tokens) for tokens in read], 2))
+        alone = -sum(one.log_probability for one in score_rows(model, [Row(tokens) for tokens in read]))
         windows = evaluate.run(compose_config("evaluate", *words, "data.window=64"))
         losses.append(windows["test/loss"])
         if packing != "concatenated":  # which cuts documents, and begins their second parts without a state
