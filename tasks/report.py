@@ -123,7 +123,7 @@ def long_step(description: str) -> Iterator[None]:
 
 
 @contextmanager
-def progress_bar(description: str, total: int, *, done: int = 0) -> Iterator[Callable[[int], None]]:
+def progress_bar(description: str, total: int) -> Iterator[Callable[[int], None]]:
     """Show a progress bar on a terminal, elsewhere a line (see `long_step`); yields a function that advances it."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
@@ -133,7 +133,7 @@ def progress_bar(description: str, total: int, *, done: int = 0) -> Iterator[Cal
             yield lambda steps: None
         return
     with Progress(*columns, *times, console=console, transient=True) as progress:
-        task = progress.add_task(description, total=total, completed=done)
+        task = progress.add_task(description, total=total)
         yield lambda steps: progress.advance(task, steps)
 
 

@@ -94,7 +94,7 @@ class FileModel(nn.Module):
     def __init__(self, path: Path, facts: Mapping[str, Any], data: Mapping[str, Any]) -> None:
         super().__init__()
         self.path, self.facts, self.data = path, facts, data
-        self.options, self.sha256 = facts["run"]["options"], facts["sha256"]
+        self.options = facts["run"]["options"]
         self.place = nn.Parameter(torch.empty(0), requires_grad=False)  # has the device and the type of the model
         self._warned = False
         with quiet():
@@ -238,9 +238,6 @@ class LanguageFile(FileModel):
         room = self.facts.get("max_length")
         if room is not None and max_length > room:
             raise ValueError(f"{self.path.name} reads {room} tokens, not {max_length}: export with a larger max_length")
-        return state
-
-    def trim(self, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return state
 
 
