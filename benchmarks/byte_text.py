@@ -1,10 +1,9 @@
-"""Small language models of bytes, which other scripts here train: the text, its batches, the training."""
+"""Small language models of bytes: the text, its batches, the training."""
 
 from __future__ import annotations
 
 import math
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -14,20 +13,13 @@ from torch.nn import functional
 WARMUP = 100
 
 
-def read_text(folder: str) -> tuple[Tensor, Tensor, int]:
-    """The bytes of the .txt files below a folder, for training and for validation, and the number of files.
-
-    Every tenth file, by name, is for validation.
-    """
+def read_text(folder: str) -> Tensor:
+    """The bytes of the .txt files below a folder; every tenth file, by name, is left out."""
     files = sorted(Path(folder).rglob("*.txt"))
     if len(files) < 10:
         sys.exit(f"{folder} holds {len(files)} .txt files, and at least 10 are needed")
-    training = [path for index, path in enumerate(files) if index % 10]
-    return _join(training), _join(files[::10]), len(files)
-
-
-def _join(files: list[Path]) -> Tensor:
-    return torch.frombuffer(bytearray(b"\n".join(path.read_bytes() for path in files)), dtype=torch.uint8)
+    content = b"\n".join(path.read_bytes() for index, path in enumerate(files) if index % 10)
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
 def windows(text: Tensor, starts: Tensor, tokens: int, device: torch.device) -> Tensor:
@@ -40,14 +32,6 @@ def loss_of(model: nn.Module, window: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1).float(), window[:, 1:].flatten())
 
 
-def bits_per_byte(model: nn.Module, text: Tensor, tokens: int, batch: int, device: torch.device) -> float:
-    """The mean loss over 256 windows, evenly spaced over the text, each read from an empty state."""
-    starts = torch.linspace(0, len(text) - tokens - 1, 256).long()
-    with torch.no_grad():
-        losses = [loss_of(model, windows(text, part, tokens, device)).item() for part in starts.split(batch)]
-    return sum(losses) / len(losses) / math.log(2)
-
-
 def train(
     model: nn.Module,
     text: Tensor,
@@ -58,8 +42,8 @@ def train(
     batch: int,
     learning_rate: float,
     bfloat16: bool = False,
-) -> tuple[list[float], float]:
-    """Train on random windows, the same in every call; returns the loss of each update, and the seconds."""
+) -> list[float]:
+    """Train on random windows, the same in every call; returns the loss of each update."""
     decayed = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim <= 1]
     groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
@@ -73,7 +57,6 @@ def train(
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     generator = torch.Generator().manual_seed(0)
     losses = []
-    start = time.perf_counter()
     for _ in range(updates):
         starts = torch.randint(len(text) - tokens, (batch,), generator=generator)
         with torch.autocast(device.type, torch.bfloat16, enabled=bfloat16):
@@ -84,5 +67,4 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-    curve = torch.stack(losses).tolist()  # waits for the device
-    return curve, time.perf_counter() - start
+    return torch.stack(losses).tolist()

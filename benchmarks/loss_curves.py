@@ -72,7 +72,7 @@ def curve(
     model = TokenBackbone(vocab_size=256, d_model=256, depth=4, mixer=name, mixer_options={"backend": backend})
     if rounding:
         round_at_random(model, rounding)
-    losses, _ = train(
+    losses = train(
         model.to(device), text, device, updates=updates, tokens=LOOPED.get(name, TOKENS), batch=BATCH,
         learning_rate=LEARNING_RATE, bfloat16=bfloat16,
     )  # fmt: skip
@@ -83,7 +83,7 @@ def compare(name: str, folder: str, updates: int, index: int) -> dict[str, Any]:
     """One row for a mixer, with its curves."""
     device = torch.device("cuda", index % torch.cuda.device_count())
     torch.cuda.set_device(device)
-    text, _, _ = read_text(folder)
+    text = read_text(folder)
     full = curve(name, "torch", False, text, updates, device)
     plain = curve(name, "torch", True, text, updates, device)
     others = [curve(name, "torch", True, text, updates, device, n + 1) for n in range(ROUNDINGS)]
