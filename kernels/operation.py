@@ -115,7 +115,8 @@ class Recurrence:
     ) -> Callable[..., tuple[Tensor, Any]]:
         """The backend `reference`: `step`, the one-token form in torch, at one token after another.
 
-        `first(rows, dtype, **arguments)` makes the first state, where that is not zero. `count` is a sequence, too.
+        `first(rows, dtype, **arguments)` makes the first state, where that is not zero. `count`, which `prepare` adds
+        to some calls, is a sequence as well.
         """
         names = [name for name, layout in self.layouts.items() if isinstance(layout, str) and layout.startswith("B T")]
         parameters = {name: str(layout) for name, layout in self.layouts.items() if " | P " in layout}
