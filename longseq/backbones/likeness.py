@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from longseq.mixers.pattern import expand_pattern, options_by_name
 
 # Arguments that only change the training, and arguments of mixers that only choose initial weights.
-TRAINING = ("residual_init", "dropout", "drop_path", "residual_in_float32", "max_length")
+TRAINING = ("dropout", "drop_path", "residual_in_float32", "max_length")
 INITIAL = ("dt_min", "dt_max")
 
 

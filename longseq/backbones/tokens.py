@@ -100,7 +100,6 @@ class TokenBackbone(PretrainedModel, nn.Module):
         positions: none (the recurrence itself depends on the order), or learned: a table of `max_length` vectors that
             is added to the embeddings.
         embedding_norm: norm the embeddings before the first block, as RWKV does.
-        residual_init: factor of the initial projections into the residual (see `init_weights`).
         tie_embeddings: the head scores a token by its embedding.
         dropout: of the embeddings.
         drop_path: probability of leaving out a branch of the last block, growing linearly from 0.
@@ -135,7 +134,6 @@ class TokenBackbone(PretrainedModel, nn.Module):
         positions: str = "none",
         max_length: int | None = None,
         embedding_norm: bool = False,
-        residual_init: float = 0.02,
         tie_embeddings: bool = True,
         dropout: float = 0.0,
         drop_path: float = 0.0,
@@ -153,7 +151,6 @@ class TokenBackbone(PretrainedModel, nn.Module):
         self.direction = direction
         self.vocab_size = vocab_size
         self.d_model = d_model
-        self.residual_init = residual_init
         self.max_length = max_length if positions == "learned" else None
         self.residual_in_float32 = residual_in_float32
         self.grad_checkpointing = recompute == "block"
@@ -205,11 +202,8 @@ class TokenBackbone(PretrainedModel, nn.Module):
     def init_weights(self) -> None:
         """Initialise all weights, also those of a model from the meta device after `to_empty`.
 
-        Projections are initialised as by `nn.Linear`; those into the residual are multiplied by `residual_init` and
-        divided by the root of their number. Recurrences set their own initial values.
-
-        With `residual_init` = 0.02, the standard deviation of the embeddings, blocks start as small as the embeddings.
-        With 1 their random outputs hide the embeddings at first; Zoology, MAD and GPT-2 start like that.
+        Projections are initialised as by `nn.Linear`; those into the residual are divided by the root of their number.
+        Recurrences set their own initial values.
 
         The standard deviation of `nn.Linear` is 1/sqrt(3 d_model). GPT-2's constant 0.02 equals it at a width of 833.
         At a width of 64 the constant is about a quarter of it, and keys and gates, products of several projections,
@@ -240,7 +234,7 @@ class TokenBackbone(PretrainedModel, nn.Module):
         branches = sum(1 if block.mlp is None else 2 for block in self.blocks)
         for last in (*(mixer.out_proj for mixer in mixers), getattr(getattr(part, "mlp", None), "fc2", None)):
             if last is not None:
-                last.weight.data.mul_(self.residual_init).div_(math.sqrt(branches))
+                last.weight.data.div_(math.sqrt(branches))
 
     def forward(
         self, tokens: Tensor, state: TokenState | None = None, *, cu_seqlens: Tensor | Packing | None = None,

@@ -40,7 +40,6 @@ class BodyKeys(Keys):
     positions: Literal["none", "learned"] | None = key(None, "embeddings of positions")
     max_length: Count | None = key(None, "the number of learned positions; null: the longest sequence")
     embedding_norm: bool | None = key(None, "norm the embeddings, as RWKV does")
-    residual_init: Positive | None = key(None, "factor of the initial projections into the residual")
     dropout: Share | None = key(None, "of the embeddings")
     drop_path: Share | None = key(None, "stochastic depth")
     residual_in_float32: bool | None = key(None, "add the layers in float32")
