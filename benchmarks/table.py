@@ -213,6 +213,16 @@ def context() -> str:
     return draw(["mixer", *CONTEXT.values()], lines) + "\n" + surroundings(rows)
 
 
+def converted() -> str:
+    """A transformer converted to recurrent mixers, next to these from scratch on the same tokens."""
+    rows, name = read("text_conversion")["rows"], "text_conversion"
+    lines = []
+    for row, beside in zip(rows[::2], rows[1::2], strict=True):
+        cells = [f"{one['test_bits_per_byte']:.3f} ({one['test_perplexity']:.1f})" for one in (row, beside)]
+        lines.append([name_of(row, "accuracy", row["mixer"], name), *cells])
+    return draw(["mixer", "converted: bits per byte (perplexity)", "from scratch"], lines) + "\n" + surroundings(rows)
+
+
 CONTEXT = {
     "position 64": "32 to 63",
     "position 2048": "1,024 to 2,047",
@@ -376,6 +386,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "directions": lambda: columns_of("image_directions", ("digits", "CIFAR"), str),
     "cifar10": lambda: trained("cifar10", "model"),
     "compared": compared,
+    "converted": converted,
     "context": context,
     "language_models": language_models,
     "image_models": image_models,

@@ -26,7 +26,6 @@ JOINED = {
     "docs/programs/classify_text.py": "programs/classify_text.py",
     "docs/programs/continue_text.py": "programs/continue_text.py",
     "docs/programs/read_image.py": "programs/read_image.py",
-    "benchmarks/conversion.png": "images/conversion.png",
     "benchmarks/imdb.png": "images/imdb.png",
     "benchmarks/mqar_vla.png": "images/mqar_vla.png",
 }
