@@ -190,13 +190,6 @@ class DocumentTask(ClassifierModule):
         # All processes have the same values; without sync_dist Lightning warns.
         self.log_dict({f"test/accuracy_{name}": value for name, value in accuracies.items()}, sync_dist=True)
 
-    def observe(self, batch: DocumentBatch, examples: int | None = None) -> Any:
-        """The features of the first documents of a batch; None: of all."""
-        inputs = batch[0]
-        body: Any = self.backbone
-        borders = inputs.cu_seqlens if examples is None else inputs.cu_seqlens[: examples + 1]
-        return body.forward_features(inputs.tokens[:, : int(borders[-1])], borders)
-
     def count_flops(self, batch: DocumentBatch) -> int:
         """The operations of a training step: three forward passes over the documents, without recomputation."""
         flops: Any = cache(self.backbone.flops)  # type: ignore[arg-type]

@@ -148,16 +148,6 @@ class LanguageModelTask(TrainedModule):
 
     on_test_epoch_end = on_validation_epoch_end
 
-    def observe(self, batch: TokenBatch, examples: int | None = None) -> Tensor:
-        """The features of the first windows of a batch; None: of all."""
-        assert isinstance(self.backbone, TokenBackbone)
-        tokens, mask = batch[0].tokens, batch[0].mask
-        window = self.info.window if self.info else tokens.shape[1]
-        rows = tokens.reshape(-1, window) if tokens.shape[1] % window == 0 else tokens
-        padding = None if mask is None else mask.reshape(rows.shape)[:examples]
-        features, _ = self.backbone.forward_features(rows[:examples], mask=padding, output_final_state=False)
-        return features
-
     def count_flops(self, batch: TokenBatch) -> int:
         """The operations of a training step: three forward passes over the documents, without recomputation."""
         inputs = batch[0]

@@ -10,7 +10,7 @@ from longseq.blocks.sharding import has_shards
 from longseq.tasks.lm.module import LanguageModelTask
 from longseq.tasks.report import Report
 from longseq.tasks.text.tokenizer import TextInfo
-from longseq.tasks.training.callbacks.telemetry import evaluating
+from longseq.tasks.training.callbacks.kernels import evaluating
 
 _SAMPLE = 400  # tokens of the sample that a run prints at its end
 

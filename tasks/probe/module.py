@@ -70,6 +70,9 @@ class ProbeTask(TrainedModule):
         index = places.unsqueeze(-1).expand(-1, -1, features.shape[-1])
         return self.backbone.forward_head(features.gather(1, index))  # type: ignore[operator]
 
+    def preview(self, batch: Batch) -> Tensor:
+        return self(batch[0], batch[1].places)  # type: ignore[no-any-return]
+
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         self.seed_batch(batch_idx)
         tokens, targets = batch

@@ -230,10 +230,10 @@ class TrainedModule(LightningModule):
             trainer: Any = self.trainer
             trainer.reload_dataloaders_every_n_epochs, self._reload_every = self._reload_every, None
 
-    def observe(self, batch: Any, examples: int | None = None) -> Any:
-        """The features of the first examples of a batch, for `Telemetry`; None: of all."""
-        read: Any = getattr(self.backbone, "forward_features", self.backbone)
-        return read(batch[0][:examples])
+    def preview(self, batch: Any) -> Tensor:
+        """What the model computes of a batch, for `KernelPreparation`."""
+        found: Tensor = self(batch[0])
+        return found
 
     def count_flops(self, batch: Any) -> int | None:
         """The operations of a training step on a batch of this process, None if unknown."""

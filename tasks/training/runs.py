@@ -48,7 +48,6 @@ FREE_KEYS = (
     "data.num_workers",
     "data.pin_memory",
     "callbacks.progress",
-    "callbacks.telemetry",
     "logger",
     "learning_rate_finder",  # its result is in the checkpoint
     "recipe.chosen",

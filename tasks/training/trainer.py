@@ -17,8 +17,8 @@ from omegaconf import DictConfig
 
 from longseq.tasks.data.module import TaskData
 from longseq.tasks.training import targets
+from longseq.tasks.training.callbacks.kernels import KernelPreparation
 from longseq.tasks.training.callbacks.stop import StopTogether
-from longseq.tasks.training.callbacks.telemetry import KernelPreparation
 from longseq.tasks.training.callbacks.throughput import RunClock
 from longseq.tasks.training.callbacks.weights import ExponentialMovingAverage
 from longseq.tasks.training.configuration import Config, resolve
