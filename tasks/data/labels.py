@@ -89,12 +89,6 @@ def name_some(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names[:5])) + more
 
 
-def no_column(header: Sequence[str], names: Iterable[str]) -> str | None:
-    """The first column of `names` that a table lacks, and the columns that it has, in words; None if it has all."""
-    missing = [name for name in names if name not in header]
-    return f"no column {missing[0]!r}; it has {', '.join(map(repr, header))}" if missing else None
-
-
 def targets_of(
     labels: npt.NDArray[np.int64], sets: Sequence[Labels], class_names: Sequence[str], *, multi_label: bool
 ) -> npt.NDArray[Any]:

@@ -35,7 +35,7 @@ from PIL import Image
 
 from longseq.tasks import registry
 from longseq.tasks.data.generators import CLOSE, IGNORED, draw, listops
-from longseq.tasks.data.labels import read_labels
+from longseq.tasks.data.labels import LABEL_COLUMN
 from longseq.tasks.data.sampler import derive_seed
 from longseq.tasks.document.config import DocumentDataKeys
 from longseq.tasks.text.sources import (
@@ -124,28 +124,26 @@ def _find_files(keys: DocumentDataKeys, given: str | None) -> Reader:
         path = os.path.realpath(path)
     if given is None and os.path.isdir(path) and any(name.partition(".")[0] == "train" for name in os.listdir(path)):
         raise ValueError(f"{path} holds several splits: name them by data.train, data.validation and data.test")
-    label = keys.label_column or "label"
-    columns = Columns(keys.text_column or "text", labels=(label,) if isinstance(label, str) else tuple(label))
-    parts = find_parts([path], columns)
-    return Reader(
-        lambda: (_labelled(one, keys, path) for part in parts for one in read_part(part, columns)),
-        stamp=[path, *([part.version, part.stamps()] for part in parts)],
+    columns = Columns(
+        keys.text_column or TEXT.text,
+        labels=keys.label_column or LABEL_COLUMN,
+        multi_label=keys.multi_label,
+        delimiter=keys.label_delimiter,
     )
+    parts = find_parts([path], columns)
+
+    def read() -> Found:
+        for part in parts:
+            for one in read_part(part, columns):
+                yield _in_class_folder(one, path) if part.files and isinstance(one, Document) else one
+
+    return Reader(read, stamp=[path, *([part.version, part.stamps()] for part in parts)])
 
 
-def _labelled(one: Document | Malformed, keys: DocumentDataKeys, root: str) -> Document | Malformed:
-    """A document with the labels of its columns; without columns, with the name of its class folder below `root`."""
-    if isinstance(one, Malformed):
-        return one
-    if not one.labels:
-        folders = Path(one.place.path).relative_to(root).parts
-        return one._replace(labels=folders[:1]) if len(folders) > 1 else Malformed(one.place, "no label")
-    columns = keys.label_column or "label"
-    try:
-        labels = read_labels(one.labels, columns, multi_label=keys.multi_label, delimiter=keys.label_delimiter)
-    except ValueError as error:
-        return Malformed(one.place, str(error))
-    return one._replace(labels=labels)
+def _in_class_folder(one: Document, root: str) -> Document | Malformed:
+    """A document with the name of its class folder below `root`."""
+    folders = Path(one.place.path).relative_to(root).parts
+    return one._replace(labels=folders[:1]) if len(folders) > 1 else Malformed(one.place, "no label")
 
 
 # --- Python files of eight installed libraries, which are the classes: real documents that every install has

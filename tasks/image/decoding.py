@@ -52,15 +52,9 @@ def image_endings() -> frozenset[str]:
     return frozenset(ending for ending, kind in known.items() if kind in decoded)
 
 
-def is_hidden(name: str) -> bool:
-    """True if the name begins with a dot, or is `__MACOSX`, a folder that macOS adds to archives."""
-    return name.startswith(".") or name == "__MACOSX"
-
-
-def is_image(name: str) -> bool:
-    """True if the file has one of the `image_endings` and is not hidden."""
-    own = name.rstrip("/").rpartition("/")[2]  # pathlib is slow for millions of names
-    return os.path.splitext(own)[1].lower() in image_endings() and not is_hidden(own)
+def is_image(path: str) -> bool:
+    """True if the file has one of the `image_endings`."""
+    return os.path.splitext(path)[1].lower() in image_endings()
 
 
 def decode(file: str | Path | IO[bytes]) -> Image.Image:

@@ -15,9 +15,11 @@ from longseq.tasks.data.loader import share_memory
 from longseq.tasks.data.module import NO_DETAILS, TOP_K, Inputs, Prediction, Unreadable, decided_details, predictions_of
 from longseq.tasks.image.config import DataInfo
 from longseq.tasks.image.datasets import EvaluationBatches
-from longseq.tasks.image.files import FileSource, find_images
+from longseq.tasks.image.decoding import is_image
+from longseq.tasks.image.files import FileSource
 from longseq.tasks.image.sources import Split
 from longseq.tasks.image.transforms import evaluation_transform, normalize
+from longseq.tasks.text.sources import files_below
 
 _log = logging.getLogger(__name__)
 
@@ -31,7 +33,7 @@ class ImageFiles(Inputs):
 
     def __init__(self, path: str, info: DataInfo) -> None:
         root = Path(path)
-        self.paths = [str(root)] if root.is_file() else sorted(find_images(str(root)))
+        self.paths = [str(root)] if root.is_file() else sorted(filter(is_image, files_below(root)))
         if not self.paths:
             raise ValueError(f"input={path} holds no images")
         split = Split.whole(FileSource([], np.zeros(len(self.paths), np.int64), self.paths))
