@@ -93,8 +93,6 @@ def _train(config: dict[str, Any], folder: Path) -> float | None:
     datamodule.trainer = trainer  # as Lightning does later: it determines the batches of an epoch
     if checkpoint is not None:
         check_continues(module.backbone, runs.contents_of(checkpoint).get(CHECKPOINT_CONFIG))
-        if _is_first_process():
-            runs.bring_best(checkpoint, folder)  # after all errors: a refused run leaves no folder
     _save_config(config, folder)
     _announce(config, datamodule.info, module, checkpoint, events=find_board(trainer.loggers) is not None)
     device = trainer.strategy.root_device

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -159,40 +159,17 @@ def find_weights(
 
 
 def require_one_list(
-    given: str,
-    path: str,
-    splits: Collection[str],
-    *,
-    column: str = "label",
-    configuration: str | None = None,
-    root: str | None = None,
+    given: str, path: str, *, column: str = LABEL_COLUMN, configuration: str | None = None, root: str | None = None
 ) -> None:
-    """ValueError if two local parquet files of a Hugging Face set give one number to different classes.
+    """ValueError if local parquet files of a Hugging Face set declare different lists of classes.
 
-    The library datasets takes the names of the first file, and the numbers of each file as they are. Names that are the
-    numbers themselves are not compared, and the last classes may be missing. `root` is the library's cache.
+    The library datasets takes the names of the first file, and the numbers of each file as they are.
     """
     import datasets
     import pyarrow.parquet
 
-    try:
-        builder = datasets.load_dataset_builder(path, configuration, cache_dir=root)
-        files = [(str(split), file) for split, listed in builder.config.data_files.items() for file in listed]
-    except Exception:  # the library raises many kinds, and again when it reads the data
-        return
-    # A split may be a part or a sum, such as train[:90%] or train+validation.
-    wanted = {part.partition("[")[0].strip() for split in splits for part in split.split("+")}
-    first, known = "", list[str]()
-    for number, (split, file) in enumerate(files):
-        if (split not in wanted and number > 0) or "://" in file or not file.endswith(".parquet"):
-            continue
-        feature: Any = datasets.Features.from_arrow_schema(pyarrow.parquet.read_schema(file)).get(column)
-        while isinstance(feature, list) or hasattr(feature, "feature"):  # several labels of a sample
-            feature = feature[0] if isinstance(feature, list) else feature.feature
-        names = getattr(feature, "names", None) or []
-        if names == [str(number) for number in range(len(names))]:
-            continue
-        if any(one != other for one, other in zip(known, names, strict=False)):
-            raise ValueError(f"{given}: {first} and {file} number the classes of their column {column} otherwise")
-        if len(names) > len(known):
-            first, known = file, names
+    found = (datasets.load_dataset_builder(path, configuration, cache_dir=root).config.data_files or {}).values()
+    files = [file for listed in found for file in listed if file.endswith(".parquet") and "://" not in file]
+    features = [datasets.Features.from_arrow_schema(pyarrow.parquet.read_schema(file)).get(column) for file in files]
+    if len(lists := {str(one) for one in features if "ClassLabel" in str(one)}) > 1:
+        raise ValueError(f"{given}: its files differ in the classes of their column {column}: {', '.join(lists)}")

@@ -251,8 +251,7 @@ def require_one_class_list(keys: ImageDataKeys, root: str | None) -> None:
     """ValueError if the files of hfds/PATH or hfids/PATH number the classes differently."""
     prefix, _, path = keys.source.partition("/")
     if prefix in ("hfds", "hfids"):
-        splits = [name for key in SPLIT_KEYS.values() if (name := getattr(keys, key)) is not None]
-        require_one_list(f"data.source={keys.source}", path, splits, root=root)
+        require_one_list(f"data.source={keys.source}", path, root=root)
 
 
 def is_stream(source: str) -> bool:

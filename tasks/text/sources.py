@@ -241,9 +241,9 @@ def _parts_of_saved(path: Path, size: int) -> Iterator[Part]:
 def _parts_of_stream(given: str, columns: Columns) -> Iterator[Part]:
     from datasets import load_dataset_builder
 
-    name, configuration, split = _name_stream(given)
+    name, configuration, _ = _name_stream(given)
     for column in columns.of_labels():
-        require_one_list(given, name, [split], column=column, configuration=configuration)
+        require_one_list(given, name, column=column, configuration=configuration)
     builder = load_dataset_builder(name, configuration)
     listed = (builder.config.data_files or {}).items()
     files = [[str(one), str(file), *stamp(str(file))] for one, files in listed for file in files]

@@ -213,16 +213,12 @@ class TrainedModule(LightningModule):
             self._validate_at_end()
         # A constant rate depends only on the update, and this run may have another length.
         checkpoint["lr_schedulers"] = [{} if schedule.is_constant_rate(state) else state for state in saved]
-        self._check_ends()
+        self.on_fit_start()
 
     def on_fit_start(self) -> None:
-        self._check_ends()
-
-    def _check_ends(self) -> None:
         # A sharded model loads its checkpoint after on_fit_start, others before they have a schedule.
-        own = [config.scheduler.state_dict() for config in self.trainer.lr_scheduler_configs]
-        own = [state for state in own if schedule.is_constant_rate(state)]
-        for states in zip(self._saved_schedules, own, strict=False):
+        own = (config.scheduler.state_dict() for config in self.trainer.lr_scheduler_configs)
+        for states in zip(self._saved_schedules, filter(schedule.is_constant_rate, own), strict=False):
             schedule.check_end(self._saved_update, *states)
 
     def on_train_start(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -17,7 +16,6 @@ import torch
 from filelock import FileLock, Timeout
 from omegaconf import DictConfig, OmegaConf
 
-from longseq.files import replacing
 from longseq.tasks.data.info import Info
 from longseq.tasks.registry import read_experiment
 from longseq.tasks.training.automatic import as_chosen_before
@@ -191,21 +189,6 @@ def check_data(checkpoint: Path, info: Info) -> None:
     for split in ("train", "val", "test"):
         if (change := info.find_change(trained, split)) is not None:
             _log.warning("the data have changed: %s", change)
-
-
-def bring_best(checkpoint: Path, folder: Path) -> None:
-    """Copy the best checkpoint of a run into another folder in which it goes on from `checkpoint`, if it fits."""
-    best, own = checkpoint.with_name("best.ckpt"), folder / "checkpoints" / "best.ckpt"
-    if not own.exists() and best.is_file() and _best_score(checkpoint) == _best_score(best):
-        own.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(own) as partial:
-            shutil.copyfile(best, partial)
-
-
-def _best_score(checkpoint: Path) -> float | None:
-    states = contents_of(checkpoint)["callbacks"].items()
-    score = next((state["best_model_score"] for name, state in states if name.startswith("BestCheckpoint")), None)
-    return None if score is None else float(score)
 
 
 @contextmanager
