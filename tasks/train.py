@@ -63,8 +63,10 @@ def run(cfg: DictConfig) -> float | None:
         runs.checkpoint_to_resume(config)  # refuses another configuration
         _print(f"this run is finished: {shorten(folder)}; without resume=true, and with another output, it trains anew")
         return done.get(config["optimized_metric"])
+    # Lightning counts the processes of each machine from 0.
+    ranks = (os.environ.get(name) or "0" for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK", "NODE_RANK"))
     try:
-        if not _is_first_process():
+        if any(rank != "0" for rank in ranks):
             return _train(config, folder)
         with locked(folder), logged(folder):
             return _train(config, folder)
@@ -149,12 +151,6 @@ def _search(config: Config, datamodule: TaskData, folder: Path) -> dict[str, Any
         f"curve is in {shorten(folder / TABLE)}"
     )
     return automatic.with_rate(config, value)
-
-
-def _is_first_process() -> bool:
-    """True in the process that writes files; Lightning counts the processes of each machine from 0."""
-    ranks = (os.environ.get(name) or "0" for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK", "NODE_RANK"))
-    return all(rank == "0" for rank in ranks)
 
 
 def _check_direction(metric: str | None, module: TrainedModule) -> None:

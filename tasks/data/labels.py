@@ -45,7 +45,10 @@ def read_labels(
     ValueError for cells without a label, and for several labels if one is expected.
     """
     if not isinstance(columns, str):
-        return tuple(column for column, value in zip(columns, values, strict=True) if _flag(column, value))
+        flags = {column: FLAGS.get(str(value).strip().lower()) for column, value in zip(columns, values, strict=True)}
+        if wrong := [column for column, flag in flags.items() if flag is None]:
+            raise ValueError(f"{values[columns.index(wrong[0])]!r} in column {wrong[0]!r}, which holds 1 or 0")
+        return tuple(column for column, flag in flags.items() if flag)
     column, (value,) = columns, values
     if value is None or (value == "" and not multi_label):
         raise ValueError(f"no label in column {column!r}")
@@ -56,13 +59,6 @@ def read_labels(
         parts = [value] if delimiter is None else value.split(delimiter)
         several = [part.strip() for part in parts if part.strip()]
     return tuple(sorted({_name(one, column) for one in several}))
-
-
-def _flag(column: str, value: Any) -> bool:
-    found = FLAGS.get(str(value).strip().lower())
-    if found is None:
-        raise ValueError(f"{value!r} in column {column!r}, which holds 1 or 0")
-    return found
 
 
 def _name(value: Any, column: str) -> str:

@@ -135,15 +135,13 @@ def _find_files(keys: DocumentDataKeys, given: str | None) -> Reader:
     def read() -> Found:
         for part in parts:
             for one in read_part(part, columns):
-                yield _in_class_folder(one, path) if part.files and isinstance(one, Document) else one
+                if part.files and isinstance(one, Document):  # in a class folder
+                    folders = Path(one.place.path).relative_to(path).parts
+                    yield one._replace(labels=folders[:1]) if len(folders) > 1 else Malformed(one.place, "no label")
+                else:
+                    yield one
 
     return Reader(read, stamp=[path, *([part.version, part.stamps()] for part in parts)])
-
-
-def _in_class_folder(one: Document, root: str) -> Document | Malformed:
-    """A document with the name of its class folder below `root`."""
-    folders = Path(one.place.path).relative_to(root).parts
-    return one._replace(labels=folders[:1]) if len(folders) > 1 else Malformed(one.place, "no label")
 
 
 # --- Python files of eight installed libraries, which are the classes: real documents that every install has
@@ -195,19 +193,19 @@ def _hash_path(path: str) -> bytes:
     return hashlib.blake2b(Path(path).as_posix().encode(), digest_size=8).digest()
 
 
-def _read_libraries(files: dict[str, list[str]]) -> Found:
-    for name, paths in files.items():
-        for one in read_part(Part("python", name, files=tuple(paths)), TEXT):
-            if isinstance(one, Malformed):
-                yield one
-            elif len(text := conceal(one.text)) >= _SHORTEST // 2:
-                yield Document(text, (name,), one.place)
-
-
 def _open_libraries() -> Reader:
-    files = find_libraries()
-    stamps = [[path, *stamp(path)] for paths in files.values() for path in paths]
-    return Reader(lambda: _read_libraries(files), stamp=[_hash_path(_NAMES.pattern).hex(), *stamps])
+    parts = [Part("python", name, files=tuple(paths)) for name, paths in find_libraries().items()]
+
+    def read() -> Found:
+        for part in parts:
+            for one in read_part(part, TEXT):
+                if isinstance(one, Malformed):
+                    yield one
+                elif len(text := conceal(one.text)) >= _SHORTEST // 2:
+                    yield Document(text, (part.path,), one.place)
+
+    stamps = (stamp for part in parts for stamp in part.stamps())
+    return Reader(read, stamp=[_hash_path(_NAMES.pattern).hex(), *stamps])
 
 
 # --- Long Range Arena (Tay et al., 2020), section 2.2; files are read as in its code. Its task on text is data=imdb

@@ -20,30 +20,12 @@ from longseq.tasks.data.labels import count_classes, find_weights, name_some, ra
 from longseq.tasks.data.loader import Batch, BatchLoader, Failure, TrainingLoader, find_place, work_ahead
 from longseq.tasks.data.module import TaskData, same_root
 from longseq.tasks.data.sampler import EvaluationSampler, TrainingSampler
+from longseq.tasks.image import files, sources
 from longseq.tasks.image.config import LABEL_KEYS, OWN, Augmentation, DataInfo, ImageDataKeys
 from longseq.tasks.image.datasets import EvaluationBatches, StreamBatches, StreamLoader, TrainingBatches
 from longseq.tasks.image.device import DeviceTransform, EncodedTrainingBatches, TrainingDraws
-from longseq.tasks.image.files import (
-    FolderLayout,
-    Layout,
-    TableLayout,
-    class_numbers,
-    names_by_number,
-    require_same_numbers,
-)
 from longseq.tasks.image.predict import ImageFiles
-from longseq.tasks.image.sources import (
-    NamedLayout,
-    OwnLayout,
-    Split,
-    Splits,
-    digits,
-    is_stream,
-    open_stream,
-    require_one_class_list,
-    require_root,
-    split_off,
-)
+from longseq.tasks.image.sources import Split, Splits
 from longseq.tasks.image.transforms import evaluation_transform, normalize, training_transform
 from longseq.tasks.report import EACH
 from longseq.tasks.training.system import usable_cores
@@ -57,12 +39,12 @@ DIGITS = "digits"
 # Values of keys that matter only in training.
 _EVALUATED = {"class_weights": "none", "sampling": None}
 
-_LAYOUTS: Mapping[str, type[Layout]] = {
-    "folder": FolderLayout,
-    "csv": TableLayout,
-    OWN: OwnLayout,
-    "torch/folder": FolderLayout,
-    "torch/image_folder": FolderLayout,
+_LAYOUTS: Mapping[str, type[files.Layout]] = {
+    "folder": files.FolderLayout,
+    "csv": files.TableLayout,
+    OWN: sources.OwnLayout,
+    "torch/folder": files.FolderLayout,
+    "torch/image_folder": files.FolderLayout,
 }
 
 
@@ -117,7 +99,7 @@ class ImageDataModule(TaskData):
         same_source = source == own.get("source")
         own = {key: value for key, value in own.items() if same_source or key not in LABEL_KEYS}
         measured = {**own, **changes, **_EVALUATED}
-        numbers = class_numbers(changes.get("class_map"))
+        numbers = files.class_numbers(changes.get("class_map"))
         keys = read(ImageDataKeys, measured, "data")
         datamodule = cls(keys, batch_size=batch_size, seed=config.get("seed", 0))
         moved = not same_root(datamodule.root, own.get("root"))
@@ -142,7 +124,7 @@ class ImageDataModule(TaskData):
 
     def prepare_data(self) -> None:
         """Download the data if data.download=true; Lightning calls this in one process of each machine."""
-        if self.keys.download and not is_stream(self.keys.source):
+        if self.keys.download and not sources.is_stream(self.keys.source):
             self.splits = self.splits or self._open_splits()
 
     def setup(self, stage: str | None = None) -> None:
@@ -150,7 +132,7 @@ class ImageDataModule(TaskData):
             return
         keys = self.keys
         sizes: dict[str, int | None]
-        if is_stream(keys.source):
+        if sources.is_stream(keys.source):
             _log.warning("data.source=%s is a stream: a run resumed within an epoch restarts it", keys.source)
             sizes, class_names = self._describe_stream(list(STAGES))
         else:
@@ -170,7 +152,7 @@ class ImageDataModule(TaskData):
 
         `foreign`: the model was not trained on this data, and all images are evaluated if there are no splits.
         """
-        if is_stream(self.keys.source):
+        if sources.is_stream(self.keys.source):
             sizes, names = self._describe_stream([split])
             self._info = self._describe(names, sizes)
             return
@@ -183,31 +165,31 @@ class ImageDataModule(TaskData):
         self.splits = Splits(Split(source, measured.indices[:0]), measured, measured)
         self._info = self._describe(list(source.class_names), {split: len(measured)})
 
-    def _layout(self) -> Layout | None:
+    def _layout(self) -> files.Layout | None:
         """The layout of the source; None for the digits, whose splits are fixed."""
         source = self.keys.source
         if source == DIGITS:
             return None
-        kind = _LAYOUTS.get(source, NamedLayout if source.startswith(("hfds/", "torch/")) else None)
+        kind = _LAYOUTS.get(source, sources.NamedLayout if source.startswith(("hfds/", "torch/")) else None)
         if kind is None:
             known = ", ".join([DIGITS, *_LAYOUTS, "hfds/NAME, hfids/NAME, wds/NAME, torch/NAME"])
             raise ValueError(f"data.source={source} is not among {known}")
-        if kind not in (NamedLayout, OwnLayout):
-            require_root(self.root)
+        if kind not in (sources.NamedLayout, sources.OwnLayout):
+            sources.require_root(self.root)
         return kind(self.keys)
 
     def _open_splits(self) -> Splits:
         """The splits of the source. Without validation images, `val_fraction` of the training images validates."""
         if (layout := self._layout()) is None:
-            return digits()
-        keys, sources = self.keys, layout.open_all()
-        train = Split.whole(sources["train"])
-        if "validation" in sources:
-            validation = Split.whole(sources["validation"])
+            return sources.digits()
+        keys, opened = self.keys, layout.open_all()
+        train = Split.whole(opened["train"])
+        if "validation" in opened:
+            validation = Split.whole(opened["validation"])
         else:
-            train, validation = split_off(train, keys.val_fraction, keys.split_seed)
-        if "test" in sources and sources["test"] is not sources.get("validation"):
-            return Splits(train, validation, Split.whole(sources["test"]))
+            train, validation = sources.split_off(train, keys.val_fraction, keys.split_seed)
+        if "test" in opened and opened["test"] is not opened.get("validation"):
+            return Splits(train, validation, Split.whole(opened["test"]))
         _log.warning("%s has no test split: the validation images are also the test images", self.root or keys.source)
         return Splits(train, validation, validation)
 
@@ -283,15 +265,14 @@ class ImageDataModule(TaskData):
             batches = EncodedTrainingBatches(split, TrainingDraws(self.info, self.augmentation), self.seed)
             work = DeviceTransform(split, self.info, self.augmentation, device, seed=self.seed)
             options["finish"] = partial(_finish, work, device, self.loader_options()["num_workers"])
-        return self.training_loader(batches, self._sampler(split), **options)
+        return self.training_loader(batches, self.training_sampler(), **options)
 
-    def _sampler(self, train: Split) -> TrainingSampler:
-        balanced = self.keys.sampling is not None
+    def training_sampler(self) -> TrainingSampler:
+        assert self.splits is not None, "a stream has an order of its own"
+        balanced, size = self.keys.sampling is not None, len(self.splits.train)
         classes = rarest_labels(self._training_targets(self.info.num_classes)) if balanced else None
         place = find_place(self.trainer)._asdict()
-        return TrainingSampler(
-            len(train), self.batch_size, repeats=self.repeats, classes=classes, seed=self.seed, **place
-        )
+        return TrainingSampler(size, self.batch_size, repeats=self.repeats, classes=classes, seed=self.seed, **place)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> tuple[Tensor, Tensor]:
         """Normalise on the device: the host then transfers a quarter of the bytes."""
@@ -309,15 +290,15 @@ class ImageDataModule(TaskData):
         return BatchLoader(batches, sampler, **self.loader_options(), report=self._record)
 
     def _stream(self, kind: str) -> Any:
-        return open_stream(self.keys, self.root, kind, batch_size=self.batch_size, seed=self.seed)
+        return sources.open_stream(self.keys, self.root, kind, batch_size=self.batch_size, seed=self.seed)
 
     def _describe_stream(self, stages: Sequence[str]) -> tuple[dict[str, int | None], list[str]]:
         """The sizes of the splits, and the class names of the first one, as far as the reader has them."""
-        require_one_class_list(self.keys, self.root)
+        sources.require_one_class_list(self.keys, self.root)
         readers = [self._stream(STAGES[stage]).reader for stage in stages]
-        names = [names_by_number(reader.class_to_idx) for reader in readers]
+        names = [files.names_by_number(reader.class_to_idx) for reader in readers]
         for stage, held_out in zip(stages, names, strict=True):
-            require_same_numbers(held_out, names[0], self.keys.source, STAGES[stage])
+            files.require_same_numbers(held_out, names[0], self.keys.source, STAGES[stage])
         return {stage: max(one.num_samples, 0) or None for stage, one in zip(stages, readers, strict=True)}, names[0]
 
     def _stream_loader(self, kind: str, transform: Any) -> StreamLoader:

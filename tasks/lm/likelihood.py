@@ -19,11 +19,6 @@ PIECE_TOKENS = 1 << 16  # tokens that a model reads at a time, over all rows; th
 _GROUPS = 32  # of positions: 0, 1, 2 to 3, 4 to 7, ...; the last one has all from 2^30 on
 
 
-def perplexity_of(loss: float) -> float:
-    """The exponential of the mean loss of a token; infinite where it overflows."""
-    return math.inf if loss > 709 else math.exp(loss)
-
-
 class TokenLoss(Metric):
     """The mean loss of a token, in nats, over all batches and processes; summed in float64, as tokens can be many.
 
@@ -82,7 +77,8 @@ class LossByPosition(TokenLoss):
         for group, (loss, count) in enumerate(self.compute().T.tolist()):
             if count:
                 first, last = (2 ** (group - 1) if group else 0), 2**group - 1
-                rows.append({"from": first, "to": last, "perplexity": perplexity_of(loss), "tokens": int(count)})
+                perplexity = math.inf if loss > 709 else math.exp(loss)  # where it would overflow
+                rows.append({"from": first, "to": last, "perplexity": perplexity, "tokens": int(count)})
         return rows
 
 

@@ -1,4 +1,4 @@
-"""The Lightning module of language models: predict the next token at each position."""
+"""The Lightning module of language models, which predict the next token at each position, and the report of a run."""
 
 from __future__ import annotations
 
@@ -11,18 +11,22 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from longseq.backbones.tokens import TokenBackbone
+from longseq.blocks.sharding import has_shards
 from longseq.kernels.packing import Packing
 from longseq.tasks.data.loader import find_entry, read_mask
 from longseq.tasks.lm.likelihood import LossByPosition, TokenLoss, to_bits
 from longseq.tasks.lm.model import CarriedPositions, CarriedState
+from longseq.tasks.report import Report
 from longseq.tasks.text.tokenizer import TextInfo
 from longseq.tasks.text.windows import IGNORED, TokenBatch, TokenInputs
+from longseq.tasks.training.callbacks.kernels import evaluating
 from longseq.tasks.training.module import TrainedModule
 from longseq.tasks.training.recipe import Training
 from longseq.tasks.training.token_model import PluginMixers
 
 # The state of streams in a checkpoint, one entry for each process.
 _CARRIED = "carried_state"
+_SAMPLE = 400  # tokens of the sample that a run prints at its end
 
 
 class LanguageModelTask(TrainedModule):
@@ -206,3 +210,30 @@ class LanguageModelTask(TrainedModule):
             metric.update(total, inputs.byte_count if name == "bits_per_byte" else inputs.units)
             self.log(f"{stage}/{name}", metric, on_step=False, on_epoch=True)
         self._positions.update(losses, self._places.count(inputs), targets != IGNORED)
+
+
+class LanguageModelReport(Report):
+    """Adds the perplexity by position, a sample, and the command that generates text."""
+
+    headline = ("bits_per_byte", "perplexity", "loss")
+
+    def extras(self, module: LanguageModelTask, info: TextInfo, split: str) -> dict[str, Any]:
+        return {f"{split}/perplexity_by_position": module.by_position}
+
+    def closing(self, module: LanguageModelTask, info: TextInfo) -> str | None:
+        """A text from the start of a document; none of a model whose parameters are sharded."""
+        model: Any = module.backbone
+        if has_shards(model):
+            return None
+        tokens = _SAMPLE if model.max_length is None else min(_SAMPLE, model.max_length - 1)  # the separator takes one
+        device = next(model.parameters()).device
+        start = torch.tensor([[info.separator]], device=device)
+        generator = torch.Generator(device).manual_seed(0)
+        with evaluating(model):
+            written = model.generate(start, tokens, temperature=0.8, generator=generator)[0, 1:].tolist()
+        end = written.index(info.separator) if info.separator in written else len(written)
+        text = info.make_tokenizer().decode(written[:end])
+        return f"\nThe model writes, from the start of a document:\n\n{text}"
+
+    def next_commands(self, checkpoint: str) -> list[str]:
+        return [*super().next_commands(checkpoint), f"longseq generate {checkpoint} prompt=TEXT"]

@@ -149,7 +149,12 @@ class MixedSampler(UpdateSampler[list[WindowIndex]]):
         self.require_update(f"windows of {length} tokens")
         if short := [windows.size for windows in corpora if weights is not None and windows.count == 0]:
             raise ValueError(f"a corpus of {short[0]} tokens has no window of {length}")
-        self.shares = counts if weights is None else _shares(counts, weights)
+        self.shares = counts
+        if weights is not None:  # proportional to the weights, rounded by largest remainders
+            exact = np.array(weights) / sum(weights) * sum(counts)
+            shares = np.floor(exact).astype(int)
+            shares[np.argsort(shares - exact, kind="stable")[: sum(counts) - shares.sum()]] += 1
+            self.shares = shares.tolist()
 
     def shuffle(self) -> Callable[[int, int], list[WindowIndex]]:
         effective, epoch = self.effective_batch_size, self.epoch
@@ -173,15 +178,6 @@ class MixedSampler(UpdateSampler[list[WindowIndex]]):
             return [find(sample) for sample in chosen.tolist()]
 
         return give
-
-
-def _shares(counts: Sequence[int], weights: Sequence[float]) -> list[int]:
-    """The windows of each corpus in an epoch: proportional to the weights, rounded by largest remainders."""
-    exact = np.array(weights) / sum(weights) * sum(counts)
-    shares = np.floor(exact).astype(int)
-    for corpus in np.argsort(shares - exact, kind="stable")[: sum(counts) - shares.sum()]:
-        shares[corpus] += 1
-    return shares.tolist()
 
 
 class StreamSampler(UpdateSampler[list[WindowIndex]]):

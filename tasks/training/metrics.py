@@ -118,7 +118,7 @@ class MeanLabelF1(_MeanOfShares, tm.MultilabelF1Score):
 
 
 class Scores(Metric):
-    """Keeps probabilities `[N, C]`, and classes `[N]` or labels `[N, C]`, until after the last batch."""
+    """Keeps two tensors of samples, such as probabilities and targets, until after the last batch."""
 
     full_state_update = False
 

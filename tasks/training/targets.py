@@ -24,7 +24,7 @@ _MODULES: Mapping[str, tuple[str, ...]] = {
     OPTIMIZERS: ("timm.optim", f"{_OURS}.muon"),
     SCHEDULES: ("timm.scheduler",),
     CALLBACKS: (
-        *(f"{_OURS}.callbacks.{name}" for name in ("checkpoint", "progress", "throughput", "weights")),
+        *(f"{_OURS}.callbacks.{name}" for name in ("checkpoint", "throughput", "weights")),
         "lightning.pytorch.callbacks",
     ),
     LOGGERS: (f"{_OURS}.logger", "lightning.pytorch.loggers"),
