@@ -56,7 +56,9 @@ def run(cfg: DictConfig) -> float | None:
     metrics.json and model/, the best model for `longseq.from_pretrained` and timm.
     """
     config = registry.read_experiment(resolve(cfg))
-    registry.of(config).data.prepare_process(config)
+    if config["data"].get("decode") == "gpu":
+        # By default CUDA streams share 8 queues, so the decoding thread waits for whole steps.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     folder = Path(config["output"])
     done = runs.finished(folder)
     if config["resume"] is True and done is not None:

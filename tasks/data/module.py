@@ -121,10 +121,6 @@ class TaskData(LightningDataModule, ABC):
         self.eval_batch_size = getattr(self.keys, "eval_batch_size", None) or batch_size
 
     @classmethod
-    def prepare_process(cls, config: Mapping[str, Any]) -> None:
-        """Prepare a process of the training, before it starts CUDA, for the data of this configuration."""
-
-    @classmethod
     def from_config(cls, config: Mapping[str, Any], batch_size: int) -> Self:
         """The data module of a configuration, set up."""
         datamodule = cls(read(cls.keys_class, config["data"], "data"), batch_size=batch_size, seed=config["seed"])

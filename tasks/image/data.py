@@ -73,12 +73,6 @@ class ImageDataModule(TaskData):
         self.splits: Splits | None = None  # None for a stream, and before `setup`
 
     @classmethod
-    def prepare_process(cls, config: Mapping[str, Any]) -> None:
-        if config["data"].get("decode", "cpu") != "cpu":
-            # By default CUDA streams share 8 queues, so the decoding thread waits for whole steps.
-            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-
-    @classmethod
     def from_config(cls, config: Mapping[str, Any], batch_size: int) -> Self:
         datamodule = super().from_config(config, batch_size)
         datamodule.take_recipe(config, batch_size)
@@ -350,6 +344,8 @@ def _adopt_classes(found: DataInfo, trained: DataInfo, numbers: Mapping[str, int
         moved = [name for name, number in numbers.items() if known.get(name, number) != number]
         if moved or found.num_classes > trained.num_classes:
             raise ValueError(f"data.class_map does not fit the {trained.num_classes} classes of the model: {moved}")
+    if found.in_chans != trained.in_chans:
+        raise ValueError(f"the model was trained with data.in_chans={trained.in_chans}")
     if found.multi_label != trained.multi_label:
         raise ValueError(f"the model was trained with data.multi_label={str(trained.multi_label).lower()}")
     kept = ("class_names", "num_classes", "class_weights", "thresholds", "crop_mode")

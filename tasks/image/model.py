@@ -132,14 +132,6 @@ class ImageModel(TaskModel):
         if count != info.num_classes:
             _log.warning("the head is new: there are %d classes, and the weights are of %d", info.num_classes, count)
 
-    def load_options(self, trained: DataInfo, changes: Mapping[str, Any]) -> dict[str, Any]:
-        size = changes.get("img_size")
-        return {} if size in (None, trained.img_size) else {"any_resolution": True}
-
-    def check_reads(self, model: nn.Module, trained: DataInfo, found: DataInfo) -> None:
-        if (found.in_chans, found.crop_mode) != (trained.in_chans, trained.crop_mode):
-            raise ValueError(f"the model reads data.in_chans={trained.in_chans}, with crop_mode={trained.crop_mode}")
-
 
 def _is_float(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()

@@ -16,7 +16,6 @@ from longseq.tasks.text.tokenizer import TextInfo
 from longseq.tasks.text.windows import TokenInputs
 from longseq.tasks.training.checkpoint import Loaded
 from longseq.tasks.training.token_model import TokenModel, build_token_model, check_tokenizer
-from longseq.tokenizer_files import same_tokenizer
 
 
 class LanguageModel(TokenModel):
@@ -29,10 +28,6 @@ class LanguageModel(TokenModel):
         """As `TaskModel.start_from`; ValueError also for weights that were trained with another tokenizer."""
         check_tokenizer(loaded, info.tokenizer)
         super().start_from(model, loaded, info)
-
-    def check_reads(self, model: Any, trained: TextInfo, found: TextInfo) -> None:
-        if not same_tokenizer(found.tokenizer, trained.tokenizer):
-            raise ValueError("the data has another tokenizer than the model was trained with")
 
 
 class CarriedState:

@@ -77,20 +77,22 @@ def prepare(
     output: Path,
     *,
     columns: Columns = TEXT,
-    tokenizer: str = "bytes",
+    tokenizer: str | Mapping[str, Any] = "bytes",
     separator: str | None = None,
     fractions: Fractions,
     processes: int | None = None,
 ) -> dict[str, Any]:
     """Write the tokens of `parts` to the folder `output`; returns its manifest.
 
-    `processes` read and encode, by default one for each core that this process can use. ValueError if the folder has
-    tokens already or the input no document.
+    `tokenizer` is as in `data.tokenizer`, or from `Tokenizer.to_dict`. `processes` read and encode, by default one for
+    each core that this process can use. ValueError if the folder has tokens already or the input no document.
     """
     if (output / store.MANIFEST).exists():
         raise ValueError(f"{output} holds prepared tokens already")
     output.mkdir(parents=True, exist_ok=True)
-    if (size := trained_size(tokenizer)) is None:
+    if not isinstance(tokenizer, str):
+        chosen = tokenizer_from_dict(tokenizer)
+    elif (size := trained_size(tokenizer)) is None:
         chosen = read_tokenizer(tokenizer, separator)
     else:
         with long_step("training the tokenizer"):
@@ -132,12 +134,14 @@ def prepare(
 
 
 def plan_of(
-    parts: Sequence[Part], columns: Columns, tokenizer: str, separator: str | None, fractions: Fractions
+    parts: Sequence[Part], columns: Columns, tokenizer: Any, separator: str | None, fractions: Fractions
 ) -> dict[str, Any]:
     """Everything that determines the tokens of a preparation; files are identified by their sizes and times."""
-    files = [] if tokenizer == "bytes" or trained_size(tokenizer) is not None else [tokenizer]
-    if files and not os.path.isdir(tokenizer):  # the settings next to a tokenizer file name its end-of-text token
-        files.append(str(Path(tokenizer).with_name(SETTINGS_FILE)))
+    files: list[str] = []
+    if isinstance(tokenizer, str) and tokenizer != "bytes" and trained_size(tokenizer) is None:
+        files = [tokenizer]
+        if not os.path.isdir(tokenizer):  # the settings next to a tokenizer file name its end-of-text token
+            files.append(str(Path(tokenizer).with_name(SETTINGS_FILE)))
     return {
         "version": store.VERSION,
         "parts": [[*part, part.stamps()] for part in parts],

@@ -59,14 +59,6 @@ class TaskModel(ABC):
         """True if `init` names a file with only weights, in the format of another library."""
         return False
 
-    def load_options(self, trained: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
-        """Options of `checkpoint.load` for a model, trained on `trained`, whose keys of `data` get `changes`."""
-        return {}
-
-    def check_reads(self, model: nn.Module, trained: Any, found: Any) -> None:
-        """Raise ValueError if a model, trained on data with the info `trained`, cannot read the data of `found`."""
-        return
-
 
 def refuse_difference(own: Mapping[str, Any], its: Mapping[str, Any], ignored: Collection[str] = ()) -> None:
     """ValueError if models with these arguments compute different functions of the same weights."""
