@@ -247,7 +247,7 @@ def _image(keys: DocumentDataKeys) -> Splits:
         own = task.config.data(name="cifar10", source=source, img_size=32, root=keys.root, **splits)
         data = task.data(own, batch_size=1)
         data.setup()
-        found = getattr(data.splits, split)
+        found = data.splits["val" if split == "validation" else split]
         for index in found.indices.tolist():
             image, target = found.source.read(index)
             labels = (found.source.class_names[target],)

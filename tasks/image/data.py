@@ -108,7 +108,7 @@ class ImageDataModule(TaskData):
     def registered_parts(self) -> list[Any]:
         if self.splits is None or self.keys.source != OWN:
             return []
-        source: Any = self.splits.train.source
+        source: Any = self.splits["train"].source
         return [type(source.dataset)]
 
     @property
@@ -131,8 +131,8 @@ class ImageDataModule(TaskData):
             sizes, class_names = self._describe_stream(list(STAGES))
         else:
             self.splits = self.splits or self._open_splits()
-            sizes = {stage: len(getattr(self.splits, kind)) for stage, kind in STAGES.items()}
-            class_names = list(self.splits.train.source.class_names)
+            sizes = {stage: len(split) for stage, split in self.splits.items()}
+            class_names = list(self.splits["train"].source.class_names)
         if not keys.multi_label and max(len(class_names), keys.num_classes or 0) == 1:
             raise ValueError(f"{self.root or keys.source} has only one class: {''.join(class_names)}")
         if keys.num_classes is not None and keys.num_classes < len(class_names):
@@ -156,7 +156,7 @@ class ImageDataModule(TaskData):
             self.setup()
             return
         measured = Split.whole(source)
-        self.splits = Splits(Split(source, measured.indices[:0]), measured, measured)
+        self.splits = {"train": Split(source, measured.indices[:0]), "val": measured, "test": measured}
         self._info = self._describe(list(source.class_names), {split: len(measured)})
 
     def _layout(self) -> files.Layout | None:
@@ -183,9 +183,9 @@ class ImageDataModule(TaskData):
         else:
             train, validation = sources.split_off(train, keys.val_fraction, keys.split_seed)
         if "test" in opened and opened["test"] is not opened.get("validation"):
-            return Splits(train, validation, Split.whole(opened["test"]))
+            return {"train": train, "val": validation, "test": Split.whole(opened["test"])}
         _log.warning("%s has no test split: the validation images are also the test images", self.root or keys.source)
-        return Splits(train, validation, validation)
+        return {"train": train, "val": validation, "test": validation}
 
     def _splits_of_training(self, run: Mapping[str, Any]) -> Splits:
         """The splits by the keys of the run that trained the model, below this root."""
@@ -200,14 +200,14 @@ class ImageDataModule(TaskData):
             splits = self._splits_of_training(run)
         except (OSError, ValueError):  # data with other classes or splits
             return False
-        whole = splits.validation.source is splits.train.source
-        return whole and [splits.train.checksum()] == trained.checksums["train"]
+        whole = splits["val"].source is splits["train"].source
+        return whole and [splits["train"].checksum()] == trained.checksums["train"]
 
     def _refuse_trained_images(self, run: Mapping[str, Any], split: str) -> None:
         """ValueError if images of `split` were training images of the run."""
-        if self.splits is None or not len(self.splits.train):  # the split has images of its own
+        if self.splits is None or not len(self.splits["train"]):  # the split has images of its own
             return
-        train, measured = self._splits_of_training(run).train, getattr(self.splits, STAGES[split])
+        train, measured = self._splits_of_training(run)["train"], self.splits[split]
         known = {train.source.path(int(index)) for index in train.indices}
         count = sum(measured.source.path(int(index)) in known for index in measured.indices)
         if count:
@@ -220,7 +220,7 @@ class ImageDataModule(TaskData):
             raise ValueError(f"data.source={keys.source} has no class names: give data.num_classes=N")
         checksums: dict[str, list[int]] = {}
         if self.splits is not None:
-            found = {stage: getattr(self.splits, STAGES[stage]).checksum() for stage in sizes}
+            found = {stage: self.splits[stage].checksum() for stage in sizes}
             checksums = {stage: [checksum] for stage, checksum in found.items() if checksum is not None}
         counts, samples = [0] * len(class_names), 0
         if keys.class_weights == "balanced":
@@ -232,7 +232,7 @@ class ImageDataModule(TaskData):
 
     def _training_targets(self, classes: int) -> np.ndarray:
         """The classes or labels of the training images. ValueError if they are unknown before images are read."""
-        train = None if self.splits is None else self.splits.train
+        train = None if self.splits is None else self.splits["train"]
         targets = None if train is None else train.source.targets()
         if train is None or targets is None:
             raise ValueError(f"data.source={self.keys.source} has no list of its labels: give weights")
@@ -248,7 +248,7 @@ class ImageDataModule(TaskData):
             if self.keys.decode == "gpu":
                 raise ValueError("a stream needs data.decode=cpu")
             return self._stream_loader("train", training_transform(self.info, self.augmentation))
-        split, options = self.splits.train, dict[str, Any](report=self._record)
+        split, options = self.splits["train"], dict[str, Any](report=self._record)
         batches: TrainingBatches
         if self.keys.decode == "cpu":
             transform = training_transform(self.info, self.augmentation)
@@ -263,7 +263,7 @@ class ImageDataModule(TaskData):
 
     def training_sampler(self) -> TrainingSampler:
         assert self.splits is not None, "a stream has an order of its own"
-        balanced, size = self.keys.sampling is not None, len(self.splits.train)
+        balanced, size = self.keys.sampling is not None, len(self.splits["train"])
         classes = rarest_labels(self._training_targets(self.info.num_classes)) if balanced else None
         place = find_place(self.trainer)._asdict()
         return TrainingSampler(size, self.batch_size, repeats=self.repeats, classes=classes, seed=self.seed, **place)
@@ -277,7 +277,7 @@ class ImageDataModule(TaskData):
         transform = evaluation_transform(self.info)
         if self.splits is None:
             return self._stream_loader(STAGES[stage], transform)
-        split: Split = getattr(self.splits, STAGES[stage])
+        split = self.splits[stage]
         rank, world_size, _ = find_place(self.trainer)
         sampler = EvaluationSampler(len(split), self.eval_batch_size, rank=rank, world_size=world_size)
         batches = EvaluationBatches(split, transform, self.info)

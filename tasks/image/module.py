@@ -99,14 +99,10 @@ class ImageClassifier(ClassifierModule):
         cls, config: Mapping[str, Any], backbone: nn.Module, info: DataInfo, training: Training | None
     ) -> "ImageClassifier":
         task = config.get("task") or {}
-        given: dict[str, Any] = {
-            "num_classes": info.num_classes,
-            "multi_label": info.multi_label,
-            "chosen_metrics": task.get("metrics"),
-            "metric": task.get("metric"),
-        }
+        given: dict[str, Any] = {"num_classes": info.num_classes, "info": info, "metric": task.get("metric")}
+        given["chosen_metrics"] = task.get("metrics")
         if training is None:
-            return cls(backbone, **given, threshold=info.thresholds)
+            return cls(backbone, **given)
         loss, augment = config["recipe"]["loss"], config["recipe"]["augment"]
         mixing = BatchMixing(
             info.num_classes,

@@ -58,13 +58,7 @@ class Split:
         return zlib.crc32("\n".join(sorted(lines)).encode(errors="surrogateescape"))
 
 
-@dataclass(frozen=True)
-class Splits:
-    """The three splits; `validation` and `test` may be the same images."""
-
-    train: Split
-    validation: Split
-    test: Split
+Splits = Mapping[str, Split]  # of train, val and test; the last two may be the same images
 
 
 class HubSource:
@@ -190,7 +184,7 @@ def digits() -> Splits:
     source = DatasetSource(dataset, "digits", num_classes=None)
     rest, test = split_off(Split.whole(source), 0.2, seed=0)
     train, validation = split_off(rest, 0.1, seed=1)
-    return Splits(train, validation, test)
+    return {"train": train, "val": validation, "test": test}
 
 
 def require_root(root: str | None) -> str:

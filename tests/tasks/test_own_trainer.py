@@ -179,7 +179,7 @@ def test_sequences_without_a_question_do_not_count(tmp_path, monkeypatch):
 def test_predictions_of_images_are_in_the_order_of_the_split(tmp_path):
     module, data = open_images(tmp_path)
     found = torch.cat(trainer().predict(module, datamodule=data))
-    split = data.splits.test
+    split = data.splits["test"]
     images = torch.stack([pil_to_tensor(split.source.read(index)[0]) for index in split.indices])
     with torch.no_grad():
         torch.testing.assert_close(found, module.eval()(normalize(images, data.info)), atol=1e-5, rtol=1e-4)
