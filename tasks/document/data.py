@@ -96,7 +96,7 @@ class DocumentData(TaskData):
         for name in (*sources.FILE_KEYS, "options"):
             if getattr(keys, name) not in (None, {}) and name not in self._source.reads:
                 raise ValueError(f"data.{name} is not read by data.source={keys.source}")
-        self._splits: dict[str, Split] = {}
+        self.splits: dict[str, Split] = {}  # of train, val and test, after `setup`
         self._samplers: dict[tuple[int, ...], PackedSampler] = {}
 
     @classmethod
@@ -110,9 +110,9 @@ class DocumentData(TaskData):
 
     def take_recipe(self, config: Mapping[str, Any], batch_size: int) -> None:
         keys = read(DocumentDataKeys, config["data"], "data")
-        for stage, split in self._splits.items():
-            self._splits[stage] = split._replace(max_length=keys.max_length, truncation=keys.truncation)
-        longest = self.split("train").longest
+        for stage, split in self.splits.items():
+            self.splits[stage] = split._replace(max_length=keys.max_length, truncation=keys.truncation)
+        longest = self.splits["train"].longest
         self._is_fitted = config["model"]["name"] == LINEAR
         if self._is_fitted:
             keys = keys.model_copy(update={"sampling": None, "random_crops": False})
@@ -157,13 +157,9 @@ class DocumentData(TaskData):
         """Tokens of the training documents that an epoch reads, after truncation."""
         return self.training_sampler().tokens_per_epoch
 
-    def split(self, stage: str) -> Split:
-        """The documents of train, val or test; available after `setup`."""
-        return self._splits[stage]
-
     def setup(self, stage: str | None = None) -> None:
         """Open the documents, and prepare the tokens that the cache lacks."""
-        if self._splits:
+        if self.splits:
             return
         opened, wanted = self._source.open(self.keys), self._wanted
         needed = wanted if all(name in opened for name in wanted) else [*wanted, "train"]
@@ -188,21 +184,21 @@ class DocumentData(TaskData):
     def train_dataloader(self) -> TrainingLoader:
         sampler = copy.copy(self.training_sampler())  # the loader counts epochs in it
         crops = self.seed if self.keys.random_crops else None
-        batches = DocumentBatches(self._splits["train"], self.batch_size, sampler.longest, crops=crops)
+        batches = DocumentBatches(self.splits["train"], self.batch_size, sampler.longest, crops=crops)
         return self.training_loader(batches, sampler)
 
     def evaluation_loader(self, stage: str) -> BatchLoader:
         rank, world_size, _ = find_place(self.trainer)
-        lengths = self._splits[stage].lengths
+        lengths = self.splits[stage].lengths
         # Without a chosen budget, a document may be longer than a training batch.
         budget = self.keys.eval_batch_size or max(self.batch_size, int(lengths.max()))
         sampler = EveryDocument(lengths, budget, rank=rank, world_size=world_size)
-        batches = DocumentBatches(self._splits[stage], budget, sampler.longest)
+        batches = DocumentBatches(self.splits[stage], budget, sampler.longest)
         return BatchLoader(batches, sampler, **self.loader_options())
 
     def training_sampler(self) -> PackedSampler:
         """The sampler of training, made once for each place, since it packs all documents."""
-        place, train = find_place(self.trainer), self._splits["train"]
+        place, train = find_place(self.trainer), self.splits["train"]
         if (key := (self.batch_size, *place)) not in self._samplers:
             lengths = np.minimum(train.lengths, self.keys.max_length) if self.keys.random_crops else train.lengths  # type: ignore[arg-type]
             if self._is_fitted:  # the fit reads the documents by itself: a batch may have any one of them
@@ -298,16 +294,16 @@ class DocumentData(TaskData):
         for stage, name in STAGES.items():
             if name in found:
                 targets = targets_of(labels[name], found[name].sets, names, multi_label=several)
-                self._splits[stage] = Split(
+                self.splits[stage] = Split(
                     found[name].corpus, numbers[name], targets, tokenizer.separator, keys.max_length, keys.truncation
                 )
-        sizes: dict[str, int | None] = {stage: split.documents for stage, split in self._splits.items()}
-        checksums = {stage: [split.checksum()] for stage, split in self._splits.items()}
+        sizes: dict[str, int | None] = {stage: split.documents for stage, split in self.splits.items()}
+        checksums = {stage: [split.checksum()] for stage, split in self.splits.items()}
         if trained is not None:
             sizes, checksums = {**trained.sizes, **sizes}, {**trained.checksums, **checksums}
             self._info = replace(trained, **self._reading, sizes=sizes, checksums=checksums)
             return
-        train = self._splits["train"]
+        train = self.splits["train"]
         counts = count_classes(train.targets, len(names))
         self._info = DocumentInfo(
             class_names=names,

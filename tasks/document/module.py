@@ -231,7 +231,7 @@ class LinearTask(DocumentTask):
         assert self.keys is not None, "without keys, this task only measures"
         trainer: Any = self.trainer
         data: Any = trainer.datamodule
-        train, validation = (read_documents(data.split(stage)) for stage in ("train", "val"))
+        train, validation = (read_documents(data.splits[stage]) for stage in ("train", "val"))
         self.backbone = fit_linear(train, validation, data.info, self.keys)
         trainer.limit_train_batches = 1
         trainer.fit_loop.max_epochs = trainer.check_val_every_n_epoch = self.last_update = 1

@@ -8,9 +8,9 @@ def task() -> Task:
     from longseq.tasks.lm import config, data, model, module
 
     return Task(
-        config=config.LanguageModelKeys(),
-        data=data.LanguageModelData,
-        model=model.LanguageModel(),
-        module=module.LanguageModelTask,
-        report=module.LanguageModelReport(),
+        config.LanguageModelKeys(),
+        data.LanguageModelData,
+        model.LanguageModel(),
+        module.LanguageModelTask,
+        module.LanguageModelReport(),
     )

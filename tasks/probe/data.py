@@ -198,7 +198,7 @@ class ProbeDataModule(TaskData):
 
     keys_class, info_class = ProbeDataKeys, ProbeInfo
 
-    _slices: Mapping[str, list[Slice]] = {}  # of each stage; set by `setup`
+    slices: Mapping[str, list[Slice]] = {}  # of train, val and test; set by `setup`
 
     @classmethod
     def for_evaluation(
@@ -219,18 +219,14 @@ class ProbeDataModule(TaskData):
     def tokens_per_epoch(self) -> int:
         sampler = self.training_sampler()
         size = sampler.effective_batch_size
-        return sum(len(one.tokens) // size * size * one.tokens.shape[1] for one in self.slices("train"))
-
-    def slices(self, stage: str) -> list[Slice]:
-        """The slices of train, val or test; available after `setup`."""
-        return self._slices[stage]
+        return sum(len(one.tokens) // size * size * one.tokens.shape[1] for one in self.slices["train"])
 
     def setup(self, stage: str | None = None) -> None:
-        if self._slices:
+        if self.slices:
             return
         keys = self.keys
         described = {stage: getattr(keys, split) for stage, split in STAGES.items()}
-        self._slices = found = make_splits(keys.generator, keys.options, described, seed=keys.draw_seed)
+        self.slices = found = make_splits(keys.generator, keys.options, described, seed=keys.draw_seed)
         self._info = ProbeInfo(
             generator=keys.generator,
             vocab_size=(generator_options(keys.generator) | keys.options)["vocab_size"],
@@ -245,14 +241,14 @@ class ProbeDataModule(TaskData):
 
     def evaluation_loader(self, stage: str) -> BatchLoader:
         rank, world_size, _ = find_place(self.trainer)
-        sizes = [len(one.tokens) for one in self.slices(stage)]
+        sizes = [len(one.tokens) for one in self.slices[stage]]
         sampler = SliceSampler(sizes, self.eval_batch_size, rank=rank, world_size=world_size)
         return BatchLoader(self._batches(stage), sampler)
 
     def training_sampler(self) -> MixtureSampler:
-        sizes = [len(one.tokens) for one in self.slices("train")]
+        sizes = [len(one.tokens) for one in self.slices["train"]]
         return MixtureSampler(sizes, self.batch_size, seed=self.seed, **find_place(self.trainer)._asdict())
 
     def _batches(self, stage: str) -> SliceBatches:
         device = torch.device("cpu") if self.trainer is None else self.trainer.strategy.root_device
-        return SliceBatches([one.to(device) for one in self.slices(stage)])
+        return SliceBatches([one.to(device) for one in self.slices[stage]])
