@@ -74,23 +74,12 @@ class DocumentData(TaskData):
     keys_class, info_class = DocumentDataKeys, DocumentInfo
     inputs = DocumentFiles
 
-    def __init__(
-        self,
-        keys: DocumentDataKeys,
-        *,
-        batch_size: int,
-        seed: int = 0,
-        init: str | None = None,
-        stages: Collection[str] = tuple(STAGES),
-        trained: DocumentInfo | None = None,
-    ) -> None:
-        """Open the documents of `stages`; `trained`, the info of a model, gives the tokenizer and the classes.
-
-        The checkpoint `init` gives the default tokenizer.
-        """
+    def __init__(self, keys: DocumentDataKeys, *, batch_size: int, seed: int = 0, init: str | None = None) -> None:
+        """The checkpoint `init` gives the default tokenizer."""
         super().__init__(keys, batch_size=batch_size, seed=seed)
-        self._wanted = [STAGES[stage] for stage in stages]
-        self._init, self._trained = init, trained
+        self._init = init
+        self._wanted = list(STAGES.values())  # the splits to open
+        self._trained: DocumentInfo | None = None  # the info of a model, which gives the tokenizer and the classes
         self._is_fitted = False  # by the linear model
         self._source = sources.find(keys.source)
         for name in (*sources.FILE_KEYS, "options"):
@@ -142,9 +131,10 @@ class DocumentData(TaskData):
         if config.get("data"):
             _refuse_trained(keys, read(DocumentDataKeys, config["data"], "data"), STAGES[split])
         budget = (config.get("recipe") or {}).get("batch_size") or _BUDGET
+        datamodule = cls(keys, batch_size=budget, seed=config.get("seed", 0))
         # What validation leaves out depends on test.
-        stages = ("val", "test") if split == "val" and keys.duplicates == "drop" else (split,)
-        datamodule = cls(keys, batch_size=budget, seed=config.get("seed", 0), stages=stages, trained=trained)
+        drops = split == "val" and keys.duplicates == "drop"
+        datamodule._wanted, datamodule._trained = ["validation", "test"] if drops else [STAGES[split]], trained
         datamodule.setup()
         return datamodule
 
