@@ -3,8 +3,6 @@
 Each run is a process of `longseq train`; a machine with several GPUs runs several at a time.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

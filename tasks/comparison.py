@@ -1,7 +1,5 @@
 """The results of a comparison: the best learning rate of each row and setting, its costs, tables and plots."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from math import inf, isfinite, isnan, nan
 from pathlib import Path

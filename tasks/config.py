@@ -6,8 +6,6 @@ from the same classes. `longseq.tasks.TASK.config` has the keys of one task, `lo
 the other commands.
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
 import operator

@@ -1,7 +1,5 @@
 """What a model costs: parameters, operations and the numbers of its state. For `metrics.json` and `longseq compare`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Layers that read a sequence in several directions, and the function that builds the reading a model asks for."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NoReturn

@@ -1,7 +1,5 @@
 """The properties of data that models, checkpoints and exported files need."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields

@@ -1,7 +1,5 @@
 """Labels: from the cells of a file to the names of classes, from these to targets, and how rare each class is."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 

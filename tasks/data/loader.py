@@ -3,8 +3,6 @@
 Batches of other loaders are pairs, or dictionaries with the names that other libraries give.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 import queue

@@ -1,7 +1,5 @@
 """The data modules of tasks, and the inputs of `longseq predict`."""
 
-from __future__ import annotations
-
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence

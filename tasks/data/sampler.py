@@ -1,7 +1,5 @@
 """The samples of each batch: pure functions of the seed, the epoch and the position in the epoch."""
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator

@@ -10,8 +10,6 @@ A batch may have more places (N) than documents, so that all batches have one sh
 many batches. An empty place has the document number -1 and the target IGNORED, or zeros for labels.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice

@@ -1,7 +1,5 @@
 """Metrics of document classifiers, and what a run reports."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

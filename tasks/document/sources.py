@@ -19,8 +19,6 @@ register("numbers", Source(numbers, reads=("validation", "test"), vocab_size=10)
 It has training documents only; data.validation and data.test are shares of them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """The data module of image classification: sources, splits, loaders, and what the model must know of the data."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence

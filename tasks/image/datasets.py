@@ -1,7 +1,5 @@
 """Batches of images: decoding, transforms, and the handling of unreadable images."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Decode image files to upright images of 8 bits per channel, for training, evaluation and prediction."""
 
-from __future__ import annotations
-
 import io
 import os
 import re

@@ -5,8 +5,6 @@ the image: a seed gives the crop, flips, colour operations and erased pixels of 
 them.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import random

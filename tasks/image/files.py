@@ -1,7 +1,5 @@
 """Images in files: class folders and tables, and where each of them keeps its splits."""
 
-from __future__ import annotations
-
 import io
 import os
 from abc import ABC, abstractmethod

@@ -1,7 +1,5 @@
 """Transforms of images, PIL to uint8 on the host and float32 on the device; Mixup and CutMix of batches."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from functools import partial

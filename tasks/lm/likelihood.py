@@ -1,7 +1,5 @@
 """Losses of language models: metrics over batches, and log-probabilities of texts and continuations, many at once."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

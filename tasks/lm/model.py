@@ -1,7 +1,5 @@
 """The models of this task, and the state that a stream carries from one batch to the next."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -6,8 +6,6 @@ Source of MAD's tasks, from `selective_copying` to `compression`: Mechanistic De
 (Poli et al., 2024), section 3.1 and appendix B.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ Processes encode the parts of the input in parallel; one process writes them in 
 duplicates.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import multiprocessing

@@ -3,8 +3,6 @@
 `find_parts` cuts inputs into parts, which processes may read in parallel; `read_part` yields the documents of a part.
 """
 
-from __future__ import annotations
-
 import bz2
 import csv
 import gzip

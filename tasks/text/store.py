@@ -13,8 +13,6 @@ and manifest.json: the version of the format, the tokenizer, counts, sizes and c
 tokenizer.json, unless tokens are bytes. The manifest is written last: a folder without it is unfinished.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import mmap

@@ -1,7 +1,5 @@
 """Tokenizers: bytes, and the tokenizer files of Hugging Face's `tokenizers`; text from tokens as they come."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

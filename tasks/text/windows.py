@@ -12,8 +12,6 @@ also the first one, and none from another document.
     loss = cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort

@@ -1,7 +1,5 @@
 """Loads what `longseq train` writes: the model of a checkpoint or a folder, and the data of its run."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Collection
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The base classes of classifiers and of their reports: metrics by name, thresholds and confusion matrices."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 

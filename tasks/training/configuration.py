@@ -1,7 +1,5 @@
 """The resolved configuration of a run, the keys of token models, and values as words of a command."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

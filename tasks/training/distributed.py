@@ -1,7 +1,5 @@
 """Updates over accumulated batches and several processes, and models that are sharded over processes (trainer=fsdp)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Metrics of all tasks, metrics of classifiers by name, and decisions by thresholds."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial

@@ -1,7 +1,5 @@
 """The interface of every task's model builder, mixer options of configurations, and frozen layers."""
 
-from __future__ import annotations
-
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping

@@ -1,7 +1,5 @@
 """The base class of the modules of all tasks: it trains a model as a `Training` defines, and evaluates it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace

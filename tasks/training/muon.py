@@ -1,7 +1,5 @@
 """Muon for the matrices inside a model, and AdamW for its other parameters, as one optimizer."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

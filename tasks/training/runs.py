@@ -1,7 +1,5 @@
 """Run folders: where a run writes, its lock, and which earlier run a command continues."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -4,8 +4,6 @@ A configuration is text from a command line or a checkpoint. It may name classes
 their last name, and what a plug-in registers or defines; nothing else is imported or called.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """The token models that several tasks train, built from `longseq.tasks.training.configuration.BodyKeys`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 

@@ -1,7 +1,5 @@
 """The Trainer of a run, its callbacks, and the search of a learning rate before it."""
 
-from __future__ import annotations
-
 import io
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """Words that follow from others in a command: the length of a run in one unit, and the model of `init=FILE`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The checkpoints of a run: the best one, and the last one, from which the run continues."""
 
-from __future__ import annotations
-
 import logging
 import math
 import sys

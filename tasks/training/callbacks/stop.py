@@ -1,7 +1,5 @@
 """The orderly end of a run on SIGTERM, SIGHUP, SIGUSR1 or Ctrl-C, and by early stopping."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

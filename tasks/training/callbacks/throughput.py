@@ -1,7 +1,5 @@
 """The duration of a run, its speed, waiting for data and peak memory, for loggers and in the lines that it prints."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import time

@@ -1,7 +1,5 @@
 """The exponential moving average of the weights, and the stop of a training that produces NaN or infinity."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
