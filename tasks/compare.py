@@ -66,8 +66,7 @@ class Trial(NamedTuple):
 def run(cfg: DictConfig) -> dict[str, Any]:
     """Train every row with every setting, learning rate and seed; write and return the results.
 
-    The folder `cfg.output` receives results.json, table.md, plot.png, and a run folder for each trial in runs/.
-    Finished runs are not repeated, interrupted ones continue.
+    `cfg.output` receives results.json, table.md, plot.png and the run folders. Interrupted runs continue.
     """
     # The words as typed: each run resolves `${key}` for itself.
     words: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)

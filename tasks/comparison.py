@@ -209,9 +209,8 @@ def read_curve(folder: Path, metric: str) -> list[tuple[int, float]]:
 def find_costs(results: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
     """For each row and setting at its learning rate: the means of its costs over the seeds, and its curves.
 
-    `equal_time` is the validation metric at the time that the fastest row takes in all: a run has trained in
-    proportion to its updates, and the schedule of a slower one has not ended there. A row without a validation up to
-    then has none.
+    `equal_time` is the validation metric at the time that the fastest row takes in all, if a row has one by then: a run
+    has trained in proportion to its updates, and the schedule of a slower one has not ended there.
     """
     entries = []
     for entry in results["summary"]:

@@ -1,9 +1,8 @@
 """The keys of every command, each declared once: type, range, default and a line of help.
 
 Hydra composes a configuration from the defaults here (see `longseq.conf.store_defaults`), the files in conf and the
-command line. `read` checks the result against a class of keys. `longseq VERB --help` and the reference page are made
-from the same classes. `longseq.tasks.TASK.config` has the keys of one task, `longseq.tasks.commands` the keys of
-the other commands.
+command line; `read` checks the result. `longseq VERB --help` and the reference page are made from the same classes.
+`longseq.tasks.TASK.config` has the keys of one task, `longseq.tasks.commands` the keys of the other commands.
 """
 
 import difflib
@@ -320,8 +319,7 @@ class TaskKeys:
     def choose(self, config: Mapping[str, Any], info: Any | None, parts: int) -> dict[str, Any]:
         """The values of the dotted keys that may say `auto`, for data with this info.
 
-        `info` is None before the data is open. An effective batch divides over `parts`. ValueError if the task
-        chooses nothing.
+        `info` is None before the data is open. An effective batch divides over `parts`. ValueError without choices.
         """
         raise ValueError(f"the recipe says auto, and task={config['task']['name']} chooses no values: give numbers")
 

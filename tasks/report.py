@@ -63,8 +63,7 @@ class Report:
 def quiet_libraries() -> Iterator[None]:
     """Show only warnings that a user can act on: our own, one line each, and few of other packages.
 
-    Kernels also report when they are compiled and compared with float64 at their first call on a GPU, which takes 10 to
-    22 seconds. The block's end restores logging and warnings.
+    Kernels also report when a GPU's first call compiles them and compares them with float64, in 10 to 22 seconds.
     """
     package = logging.getLogger("longseq")
     added = [] if any(isinstance(handler, _Lines) for handler in package.handlers) else [_Lines()]

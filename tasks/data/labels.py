@@ -129,8 +129,7 @@ def find_weights(
     """The weight of each class in the loss, None if all are 1; `counts` are the training samples of each class.
 
     balanced: `samples / (classes * count)`, with the mean 1 over the samples; with `multi_label`
-    `(samples - count) / count`. A class without samples has the weight 1. ValueError for numbers that do not fit the
-    classes.
+    `(samples - count) / count`; 1 without samples. ValueError for numbers that do not fit the classes.
     """
     if choice == "none":
         return None

@@ -42,8 +42,7 @@ class Unreadable(NamedTuple):
 class Inputs(ABC):
     """The inputs below a path, for a model to classify.
 
-    `details` names the columns of a prediction next to its classes. `unit` is the word for inputs if the model has no
-    run.
+    `details` names the columns of a prediction next to its classes. `unit` names the inputs of a model without a run.
     """
 
     details: tuple[str, ...] = ()

@@ -1,6 +1,4 @@
-"""The configuration keys of document classifiers, what `data=documents` chooses by its documents, and the facts that a
-model records of them.
-"""
+"""The keys of document classifiers, what `data=documents` chooses by its documents, and what models record of them."""
 
 from __future__ import annotations
 
@@ -103,8 +101,7 @@ class LossKeys(Keys):
 class LinearModelKeys(Keys):
     """The keys of `model=linear`: scikit-learn's logistic regression on TF-IDF; keys of model=document are ignored.
 
-    `ngrams` and `min_documents` are the best on the validation documents of data=libraries. Punctuation marks count as
-    words.
+    `ngrams` and `min_documents` are the best on the validation of data=libraries. Punctuation marks count as words.
     """
 
     model_config = ConfigDict(extra="ignore")

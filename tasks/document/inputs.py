@@ -37,8 +37,7 @@ class DocumentFiles(Inputs):
     A prediction has the path; `document`, the number in the whole input from 0, unreadable documents included;
     `tokens`, the length; `cut`, the tokens that truncation leaves out; and `decision` as in `predictions_of`.
 
-    A batch has up to `segment` tokens. Models with carried state read longer documents in segments (see
-    `longseq.backbones.segments`).
+    A batch has up to `segment` tokens. Models with carried state read longer documents in segments.
     """
 
     details: tuple[str, ...] = ("document", "tokens", "cut")

@@ -39,9 +39,8 @@ class DocumentTask(ClassifierModule):
     Logs `train/{loss,lr}`, `{val,test}/loss` and `{val,test}/METRIC` for the metrics of
     `longseq.tasks.document.report.TABLES`, and in a test `test/accuracy_q1` to `test/accuracy_q4` for the quarters of
     the documents by length. `chosen_metrics` and `metric` add others, as `task.metrics` and `task.metric` do.
-    `threshold` is explained in `ClassifierModule`; by default the thresholds are in `info`. After a test,
-    `documents_by_length` counts the documents of each quarter, and `length_quartiles` are the three limits in tokens
-    before truncation.
+    `threshold` is as in `ClassifierModule`, by default the thresholds of `info`. After a test, `documents_by_length`
+    counts the documents of each quarter, and `length_quartiles` are the limits in tokens before truncation.
     """
 
     kept_options = ("label_smoothing", "chosen_metrics", "metric", "threshold")
@@ -107,8 +106,7 @@ class DocumentTask(ClassifierModule):
         """A batch of longseq's loaders, or one made from tokens `[N, T]` and classes `[N]` or labels `[N, C]`.
 
         The latter are a pair, for documents of one length, or a dictionary as in transformers: `input_ids`, `labels`,
-        and `attention_mask`, 0 at padding. A batch to predict needs no labels. If `info` has a separator, each document
-        should begin with it, as in longseq's commands.
+        and `attention_mask`. A batch to predict needs no labels. Documents should begin with the separator of `info`.
         """
         if isinstance(batch, tuple | list) and isinstance(batch[0], DocumentInputs):
             return batch[0], batch[1]
@@ -208,8 +206,7 @@ class DocumentTask(ClassifierModule):
 class LinearTask(DocumentTask):
     """Fits the linear model to all training documents at the beginning of a run, the same in each process.
 
-    An epoch of one batch with a learning rate of 0 follows, after which the Trainer validates, saves and tests. Without
-    `keys`, the keys of the model, the task can only measure.
+    One batch with a learning rate of 0 follows; then the Trainer validates, saves and tests. `keys` are the model's.
     """
 
     def __init__(self, backbone: LinearTextClassifier, *, keys: LinearModelKeys | None = None, **options: Any) -> None:

@@ -90,8 +90,7 @@ def first_line(error: BaseException) -> str:
 def find_jpeg_size(data: bytes) -> tuple[int, int] | None:
     """The height and width of a JPEG file that any decoder reads as `decode` does, up to rounding.
 
-    None for other formats, CMYK, colours stored as RGB, images that EXIF turns, and truncated files. Raises one of
-    UNREADABLE.
+    None for other formats, CMYK, colours stored as RGB, images that EXIF turns, and truncated files.
     """
     if not data.startswith(b"\xff\xd8") or not data.rstrip(b"\0").endswith(b"\xff\xd9"):
         return None

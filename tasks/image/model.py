@@ -98,8 +98,7 @@ class ImageModel(TaskModel):
     def _start_from_weights(self, model: nn.Module, config: Mapping[str, Any], info: DataInfo) -> None:
         """Load a file of weights with timm, which fits positions, patches and channels to the new model.
 
-        The head is new if the file has another number of classes. ValueError also for missing weights, which timm
-        ignores for some models.
+        The head is new for another number of classes. ValueError also for missing weights, which timm may ignore.
         """
         name, path = config["model"]["name"], config["init"]
         if TARGET in config["model"]:
@@ -160,8 +159,7 @@ def _create(config: Mapping[str, Any], info: DataInfo, **weights: Any) -> nn.Mod
 def _create_own(config: Mapping[str, Any], info: DataInfo) -> nn.Module:
     """A model of the plug-in's class that `model._target_` names.
 
-    The constructor gets the other keys of `model`, the recipe's options, and `num_classes`, `in_chans` and `img_size`
-    if it takes them.
+    The constructor gets the keys of `model` and the recipe, and `num_classes`, `in_chans`, `img_size` if it takes them.
     """
     node = config["model"]
     taken = inspect.signature(find_class(node[TARGET], nn.Module, f"model.{TARGET}")).parameters

@@ -42,8 +42,7 @@ class ImageClassifier(ClassifierModule):
     than longseq's they include the samples that Lightning repeats to give all processes equally many.
 
     `mixing` makes the soft targets of a training batch; by default they are the labels. With `binary_cross_entropy` or
-    several labels, each class is a separate decision. Validation and test losses have no weights. `threshold` is as in
-    `ClassifierModule`.
+    several labels, each class is a decision. Evaluation has no weights. `threshold` is as in `ClassifierModule`.
 
     Batches of any loader are pairs (normalised images, labels), or dictionaries with the names of `read_batch`. Labels
     are class numbers `[B]`; or probabilities `[B, num_classes]`, which get the weights of the classes, but no smoothing

@@ -181,8 +181,7 @@ class BatchMixing:
         """Mix in place: images [B, C, H, W] float, targets [B] int or with `multi_label` [B, classes] of 0 and 1.
 
         Returns the images, soft targets [B, classes], and the weights of the losses: [B, 1] of images, [B, classes] of
-        decisions about labels, or None if all are 1. `update` and `part` are as in `TrainedModule.seed_batch`.
-        timm refuses an odd B.
+        decisions about labels, or None if all are 1. `update` and `part` are as in `seed_batch`. timm needs an even B.
         """
         if self._mixup is not None and self._class_weights is None and not self.multi_label:
             return *self._mix(self._mixup, images, targets, update, part), None

@@ -40,8 +40,7 @@ class LanguageModelData(TaskData):
 
     `source` is `tokens` (folders of `longseq prepare`), `files` (text, read as by `longseq prepare`), or
     `standard_library` (Python's own modules). Text is prepared once and kept in `cache`; `validation` and `test` are
-    shares of its documents (see `longseq.tasks.text.prepare.split_numbers`). Several roots are mixed by `weights`;
-    without weights an epoch reads each of them once.
+    shares of its documents (see `split_numbers`). An epoch mixes several roots by `weights`, or reads each once.
 
     `packing=concatenated` cuts documents that are put end to end; `documents` packs whole documents by best fit and
     cuts only those that are longer than a window; `streams` carries the state from window to window (truncated

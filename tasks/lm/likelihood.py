@@ -97,8 +97,7 @@ class Likelihood(NamedTuple):
 def document_rows(model: TokenBackbone, tokens: Sequence[int]) -> list[Row]:
     """Rows that together score the tokens of a document after the first one.
 
-    A model with learned positions reads windows of `max_length` tokens; the last one overlaps the one before. Other
-    models read the document whole.
+    With learned positions, windows of `max_length` tokens are read, of which the last overlaps; otherwise the whole.
     """
     most = model.max_length
     if most is None or len(tokens) - 1 <= most:

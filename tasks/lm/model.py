@@ -31,8 +31,7 @@ class LanguageModel(TokenModel):
 class CarriedState:
     """The recurrent state of each row of a batch, for the batch that continues the rows; `saved` are its `tensors`.
 
-    Gradients end where a batch begins (truncated backpropagation through time). ValueError for a model whose state
-    grows with every token.
+    Gradients end where a batch begins (truncated backpropagation through time). ValueError for a growing state.
     """
 
     def __init__(self, model: Any, saved: Sequence[Tensor] = ()) -> None:

@@ -34,8 +34,7 @@ class LanguageModelTask(TrainedModule):
 
     Logs `train/{loss,lr}` and `{val,test}/{loss,perplexity,bits_per_byte}`. An update minimises `train/loss`, the mean
     over all of its targets, with the penalty on the normalisers of the scores (PaLM, Chowdhery et al., 2022, section 5)
-    of weight `z_loss`. After a validation or test `by_position` has the perplexity by the position of a token in its
-    sequence (see `LossByPosition`).
+    of weight `z_loss`. After an evaluation `by_position` has the perplexity by position (see `LossByPosition`).
 
     Other loaders' batches are rows of tokens (see `read_batch`), which have no bits per byte. Without `info`, and its
     tokenizer, the commands of longseq cannot use the checkpoint for text.

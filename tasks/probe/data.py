@@ -192,8 +192,7 @@ class ProbeDataModule(TaskData):
 
     Each of `train`, `validation` and `test` is a list of slices: `samples`, an optional `name`, and options of the
     generator that replace `options`. `draw_seed` decides the samples and `seed` only their order, so that runs with
-    different seeds share the samples; none occurs twice. Batches are (tokens `[B, T]`, ProbeTargets),
-    gathered from tensors on the device.
+    different seeds share the samples; none occurs twice. Batches are (tokens `[B, T]`, ProbeTargets) on the device.
     """
 
     keys_class, info_class = ProbeDataKeys, ProbeInfo

@@ -72,8 +72,7 @@ def mqar_vla(
 
     The answer at each key after the separator is its value. Keys are distinct tokens of `keys = [low, high)`, by
     default all tokens but the separator; values are any tokens but the separator. `tokens` is 3n + 1 by default. With
-    more, random tokens other than the sample's keys fill the space before the separator (the paper does not specify a
-    filler).
+    more, random tokens other than the sample's keys fill the space before the separator (not specified in the paper).
 
     Source: Variational Linear Attention, section 5.2 and figure 1.
     """
@@ -144,8 +143,7 @@ def selective_copying(
 ) -> Samples:
     """Tokens among blanks, a copy sign, then blanks whose answers are the tokens in order.
 
-    The tokens are at uniformly random positions among the first `tokens - copied - 1`. Blank and copy sign are the last
-    two tokens of the vocabulary.
+    Tokens are at random positions among the first `tokens - copied - 1`; blank and copy sign are the last two tokens.
     """
     context = tokens - copied - 1
     blank, sign = vocab_size - 2, vocab_size - 1
@@ -208,8 +206,7 @@ def fuzzy_recall(
 
     Keys have `shortest_key` to `key_size` tokens and values one to `value_size`, all sizes equally likely; the tokens
     of a key or value are distinct. MAD trains with keys of every size and tests with the longest. The last pair repeats
-    a key that was shown. The sequence is padded on the left with the last token of the vocabulary. `label_all` is as
-    for `recall`.
+    a key that was shown. Padding, on the left, is the last token of the vocabulary. `label_all` is as for `recall`.
     """
     words = vocab_size - 1
     half = words // 2
@@ -419,8 +416,7 @@ GENERATORS: dict[str, Callable[..., Samples]] = {
 def register(name: str) -> Callable[[Generator], Generator]:
     """Register a generator for `task=probe data=NAME`; its keyword-only arguments are `data.options`.
 
-    All have defaults, and one is `vocab_size`. A file `conf/data/NAME.yaml` overrides `preset(NAME)`. ValueError for a
-    name that is taken.
+    All have defaults; one is `vocab_size`. `conf/data/NAME.yaml` overrides `preset(NAME)`. ValueError for a taken name.
     """
 
     def enter(generator: Generator) -> Generator:

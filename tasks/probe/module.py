@@ -40,8 +40,7 @@ class ProbeTask(TrainedModule):
     Logs `train/{loss,lr}` and `{val,test}/{loss,accuracy,sequence_accuracy}`: the share of right answers, and the share
     of sequences without a wrong answer, among sequences with a question. With several slices, it also logs
     `accuracy_SLICE` for each. Where the generator allows several answers, each of them is right. The head reads only
-    the positions of questions, since scores of a large vocabulary take most of the memory. `slices` names the slices of
-    val and test.
+    the positions of questions, since large vocabularies take memory. `slices` names the slices of val and test.
     """
 
     def __init__(

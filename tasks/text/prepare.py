@@ -1,7 +1,6 @@
 """`longseq prepare`: text becomes a folder of tokens (see `longseq.tasks.text.store`).
 
-Processes encode the parts of the input in parallel; one process writes them in the order of the input, without
-duplicates.
+Processes encode the parts of the input in parallel; one writes them in the order of the input, without duplicates.
 """
 
 import hashlib
@@ -238,8 +237,7 @@ def hashes_of(documents: Sequence[Document]) -> np.ndarray:
 def split_numbers(hashes: np.ndarray, fractions: Fractions) -> np.ndarray:
     """`[N]`, the number of each document's split in SPLITS; `fractions` are the shares of validation and test.
 
-    Adding or removing other documents does not move a document to another split. Raising a fraction only moves
-    documents out of the training split.
+    Other documents do not change a document's split. A larger fraction only moves documents out of training.
     """
     # A hash is a number between 0 and 1: the lowest numbers are validation, the highest numbers are test.
     place = hashes[:, 0] / 2.0**64

@@ -92,8 +92,7 @@ Found = Iterator[Document | Malformed]
 class Part(NamedTuple):
     """A part of an input from `start` to `stop`: bytes (jsonl), row groups (parquet), rows (saved), shards (stream).
 
-    A `stop` of 0 is the end of the file. `files` are documents of whole files. `version` of a stream identifies its
-    files.
+    A `stop` of 0 is the end. `files` are documents of whole files. `version` of a stream identifies its files.
     """
 
     format: str

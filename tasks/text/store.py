@@ -74,8 +74,7 @@ def file_type(ending: str, vocab_size: int) -> Any:
 def open_store(root: str | Path, *, check: bool = True) -> TokenStore:
     """Open the folder `root` of prepared tokens; `check` compares the checksums of its files, which reads all of them.
 
-    FileNotFoundError without a manifest, in an unfinished folder. ValueError for a truncated or changed file, and for
-    another version.
+    FileNotFoundError in an unfinished folder. ValueError for a truncated or changed file, and for another version.
     """
     root = Path(root)
     manifest = json.loads((root / MANIFEST).read_text(encoding="utf-8"))

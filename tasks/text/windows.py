@@ -133,9 +133,8 @@ class WindowIndex(NamedTuple):
 class MixedSampler(UpdateSampler[list[WindowIndex]]):
     """Yields the windows of each batch, of several corpora by weights.
 
-    An epoch has as many windows as all corpora together. Without weights it is a pass over each of them. With weights
-    each corpus gives its share of the windows, and continues in the next epoch where it stopped. Each pass over a
-    corpus has its own order and shift.
+    An epoch has as many windows as all corpora: a pass over each, or with weights its share, which continues in the
+    next epoch where it stopped. Each pass over a corpus has its own order and shift.
     """
 
     def __init__(
@@ -299,8 +298,7 @@ class WindowBatches(Dataset[Batch]):
     """Maps B windows of T tokens to inputs and targets.
 
     All batches have one shape (see `TokenInputs`). Without `reset_state` rows are `[B, T]` and not packed; `carries` is
-    for streams. `start` is the token that is read where a document begins, by default the separator, which is always
-    predicted.
+    for streams. `start` is read where a document begins; by default it is the separator, which is always predicted.
     """
 
     def __init__(

@@ -54,9 +54,7 @@ def load(
     key: str = "checkpoint",
     tasks: Collection[str] = ("image",),
 ) -> Loaded:
-    """Rebuild the model of a checkpoint or a folder from its saved description (see `longseq.models`).
-
-    The model of an exported file runs the file (see `longseq.tools.export.file_model`).
+    """Rebuild the model of a checkpoint or folder (see `longseq.models`); that of an exported file runs the file.
 
     Args:
         path: hf-hub:OWNER/NAME is fetched from the Hugging Face hub, unless its cache has it.

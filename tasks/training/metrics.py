@@ -40,8 +40,7 @@ _DECIDED = (
 class WeightedMean(Metric):
     """The weighted mean of values, over all batches and processes; use `MeanLoss` or `MeanScore`.
 
-    MeanMetric of torchmetrics 1.9 cannot replace it: its check for NaN waits for the device, and without the check it
-    ignores the weights.
+    torchmetrics' MeanMetric cannot replace it: its check for NaN waits for the device; without, it ignores the weights.
     """
 
     full_state_update = False
@@ -254,8 +253,7 @@ def make_metrics(
 ) -> dict[str, Metric]:
     """The metrics of every run, those in `chosen` (`task.metrics`), and `metric` (`task.metric`).
 
-    `tables` are by `multi_label`. `top5` needs more than five classes. ValueError for an unknown name, and for a metric
-    that does not fit the form of the targets.
+    `top5` needs more than five classes. ValueError for unknown names, and metrics that do not fit the targets' form.
     """
     always, more = tables[multi_label]
     if num_classes <= _FIRST:

@@ -20,11 +20,7 @@ _AVERAGE = "running_mean"  # a buffer of batch norms only
 
 
 class TaskModel(ABC):
-    """Builds the models of a task.
-
-    Class attributes:
-        starts_from: other tasks whose checkpoints `init` takes.
-    """
+    """Builds the models of a task; `starts_from` are other tasks whose checkpoints `init` takes."""
 
     starts_from: ClassVar[tuple[str, ...]] = ()
 
@@ -96,14 +92,9 @@ def mixer_options(config: Mapping[str, Any]) -> dict[str, Any]:
 def freeze(model: nn.Module, part: int | str | None) -> None:
     """Exclude a part of a model's parameters from training (`recipe.freeze`).
 
-    Layers are from the model's `group_matcher`. Frozen batch norms are in evaluation mode and keep their statistics.
-
-    Args:
-        part: a number N for the embeddings and the first N blocks, `embeddings`, `body` for everything but the head
-            and the pooling before it, or None.
-
-    Raises:
-        ValueError: nothing would be left to train.
+    `part` is a number N for the embeddings and the first N blocks, `embeddings`, `body` for everything but the head and
+    the pooling before it, or None. Layers are from the model's `group_matcher`. Frozen batch norms are in evaluation
+    mode and keep their statistics. ValueError if nothing would be left to train.
     """
     if part is None:
         return

@@ -42,8 +42,7 @@ class TrainedModule(LightningModule):
     number of targets, and the step returns `mean_of_update` of its summed loss.
 
     Any loader works: `read_batch` brings its batches to the form of the task. Checkpoints hold `info`, which describes
-    the data, and the description of a model of a registered kind (see `longseq.models`), and load without the run's
-    configuration.
+    the data, and the description of a model of a registered kind, and load without the run's configuration.
 
     Class attributes:
         kept_options: constructor arguments that a checkpoint stores for `load_from_checkpoint`, each an attribute of
@@ -114,13 +113,9 @@ class TrainedModule(LightningModule):
         The checkpoint may be from `longseq train`, Lightning's ModelCheckpoint or `Trainer.save_checkpoint`. It is read
         without unpickling code. If it has averaged weights, they are loaded.
 
-        Args:
-            map_location: the device of the module; by default the CPU.
-            kwargs: further arguments of the constructor, which replace those in the checkpoint: `training`, without
-                which the module only measures; `backbone`, for a model of no registered kind.
-
-        Raises:
-            ValueError: the file is damaged, or of another task.
+        `map_location` is the device of the module, by default the CPU. `kwargs` are arguments of the constructor, which
+        replace those in the checkpoint: `training`, without which the module only measures; `backbone`, for a model of
+        no registered kind. ValueError for a damaged file, and for one of another task.
         """
         if "backbone" in kwargs:
             whole = torch.load(checkpoint_path, map_location="cpu", weights_only=True)
@@ -259,8 +254,7 @@ class TrainedModule(LightningModule):
     def mean_of_update(self, loss: Tensor) -> Tensor:
         """The result of a training step, from the loss `[]` summed over the batch's targets (see `count_targets`).
 
-        The update has the gradient of the mean over its targets, of all processes and accumulated batches. `train/loss`
-        is this mean.
+        The update has the gradient of `train/loss`, the mean over its targets of all processes and accumulated batches.
         """
         assert self._mean is not None, f"{type(self).__name__}.count_targets gives None"
         return self._mean.scale(loss)

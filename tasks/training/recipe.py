@@ -34,9 +34,6 @@ class Training:
         seed: of the random draws.
         compile_mode: compiles the training pass (see `torch.compile`); the first step then takes about a minute.
         hyperparameters: numbers, strings, lists and dictionaries for the checkpoint.
-
-    Raises:
-        ValueError: there are two warm-ups.
     """
 
     learning_rate: float

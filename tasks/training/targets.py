@@ -42,8 +42,7 @@ def register(
     """Register a class or function that configurations may then name by its last name.
 
     As in timm, an optimizer is called with (model, lr=...) and a schedule with (optimizer, num_epochs=...,
-    updates_per_epoch=...); the others with their own options. A metric, of torchmetrics, also gets num_classes or
-    num_labels if it takes them.
+    updates_per_epoch=...); others with their options. A metric also gets num_classes or num_labels if it takes them.
     """
 
     def enter(target: Target) -> Target:

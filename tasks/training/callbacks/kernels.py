@@ -21,8 +21,7 @@ _log = logging.getLogger(__name__)
 class KernelPreparation(Callback):
     """Compiles the Triton kernels of a run on a GPU side by side, and tests them, before the first update.
 
-    It runs the model on the first batch for training and for evaluation, which would otherwise each wait for their
-    kernels, one after the other.
+    It runs the model on the first batch for training and evaluation, which would wait for one kernel after another.
     """
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -34,8 +34,7 @@ class Throughput(Callback):
     Each value is over a window of `log_every_n_steps` updates, and covers loading and training, not validation and
     checkpoints. `data_wait_ms` is how long the device was idle because the next batch was missing. For documents,
     windows also log `throughput/tokens_per_second`. `unit` is the unit of `longseq.tasks.data.loader.count_units`.
-    `run` sums up the whole run, including before a resume, without the first window, in which workers and kernels
-    start.
+    `run` sums up the whole run, also before a resume, without the first window, in which workers and kernels start.
 
     If the module counts operations (`TrainedModule.count_flops`) and the device's peak is known, windows also log
     `throughput/mfu`: the model's operations per second, divided by the peak of the devices in the precision of the run.
@@ -171,8 +170,7 @@ def _seconds(start: Any, end: Any) -> float:
 class TrainingProgress(Callback):
     """Prints a line after each epoch and each validation, and at least every `line_seconds`.
 
-    It has losses and `metric`, the rate of training, peak memory and the time left. `unit` is the unit of
-    `count_units`.
+    It has losses and `metric`, the rate in `unit` (see `count_units`), peak memory and the time left.
     """
 
     def __init__(self, line_seconds: float = 60.0, metric: str = "val/top1", unit: str = "images") -> None:
