@@ -28,9 +28,7 @@ def summarize(rows: Sequence[Row], report: str, selected_by: str, others: Collec
 
     A rate at which a run failed loses to one at which more runs finished. `metrics` holds mean, standard deviation
     (None for one seed) and number of runs for `report` and its slices, which are the metrics REPORT_* except `others`.
-
-    Raises:
-        ValueError: there are several rates, and the metrics do not state which values of `selected_by` are better.
+    ValueError for several rates whose metrics do not state which values of `selected_by` are better.
     """
     groups: dict[str, list[Row]] = {}
     for row in rows:

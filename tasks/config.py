@@ -71,10 +71,9 @@ def key(default: Any, text: str, **limits: Any) -> Any:
 
 
 def read(cls: type[T], values: Any, place: str = "") -> T:
-    """Check a dictionary against a class of keys; `place` is the dotted key of the dictionary.
+    """Check a dictionary, with the dotted key `place`, against a class of keys.
 
-    Raises:
-        ValueError: an unknown or missing key, or a value of the wrong type or out of range.
+    ValueError for an unknown or missing key, and for a value of the wrong type or out of range.
     """
     try:
         return cls.model_validate(values)

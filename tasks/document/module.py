@@ -209,17 +209,12 @@ class LinearTask(DocumentTask):
     One batch with a learning rate of 0 follows; then the Trainer validates, saves and tests. `keys` are the model's.
     """
 
+    has_gradients = False
+    epochs_trained = 1  # type: ignore[assignment]
+
     def __init__(self, backbone: LinearTextClassifier, *, keys: LinearModelKeys | None = None, **options: Any) -> None:
         super().__init__(backbone, **options)
         self.keys = keys
-
-    @property
-    def has_gradients(self) -> bool:
-        return False
-
-    @property
-    def epochs_trained(self) -> float:
-        return 1
 
     def setup(self, stage: str) -> None:
         super().setup(stage)

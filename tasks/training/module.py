@@ -43,21 +43,16 @@ class TrainedModule(LightningModule):
 
     Any loader works: `read_batch` brings its batches to the form of the task. Checkpoints hold `info`, which describes
     the data, and the description of a model of a registered kind, and load without the run's configuration.
-
-    Class attributes:
-        kept_options: constructor arguments that a checkpoint stores for `load_from_checkpoint`, each an attribute of
-            numbers, text and None, or lists and dictionaries of these.
     """
 
+    # Constructor arguments that a checkpoint stores for `load_from_checkpoint`: attributes of numbers, text and None, or
+    # lists and dictionaries of these.
     kept_options: ClassVar[tuple[str, ...]] = ()
-
+    has_gradients = True  # by which the recipe trains the model
     info: Any = None
-
     val_metrics: nn.ModuleDict
     test_metrics: nn.ModuleDict
-
-    # The update after which the run ends, if `Training.length` defines it.
-    last_update: int | None = None
+    last_update: int | None = None  # after which the run ends, if `Training.length` defines it
 
     def __init__(self, backbone: nn.Module, training: Training | None = None) -> None:
         super().__init__()
@@ -83,11 +78,6 @@ class TrainedModule(LightningModule):
     def learning_rate(self, rate: float) -> None:
         assert self.recipe is not None, "this module only measures"
         self.recipe = replace(self.recipe, learning_rate=rate)
-
-    @property
-    def has_gradients(self) -> bool:
-        """True if the recipe trains the model by gradients."""
-        return True
 
     @classmethod
     def from_config(
