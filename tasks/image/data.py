@@ -38,11 +38,9 @@ DIGITS = "digits"
 _EVALUATED = {"class_weights": "none", "sampling": None}
 
 _LAYOUTS: Mapping[str, type[files.Layout]] = {
-    "folder": files.FolderLayout,
+    **dict.fromkeys(("folder", "torch/folder", "torch/image_folder"), files.FolderLayout),
     "csv": files.TableLayout,
     OWN: sources.OwnLayout,
-    "torch/folder": files.FolderLayout,
-    "torch/image_folder": files.FolderLayout,
 }
 
 

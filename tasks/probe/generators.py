@@ -398,19 +398,9 @@ def _canonical(targets: Integers) -> Integers:
     return np.where(ordered >= 0, number[rows[:, None, None], ordered], -1)
 
 
-GENERATORS: dict[str, Callable[..., Samples]] = {
-    "compression": compression,
-    "copy": copy,
-    "fuzzy_recall": fuzzy_recall,
-    "listops": listops,
-    "memorization": memorization,
-    "mqar": mqar,
-    "mqar_vla": mqar_vla,
-    "recall": recall,
-    "regbench": regbench,
-    "selective_copying": selective_copying,
-    "state_tracking": state_tracking,
-}
+_MAD = (compression, fuzzy_recall, memorization, recall, selective_copying)
+_ALL = (copy, listops, mqar, mqar_vla, regbench, state_tracking, *_MAD)
+GENERATORS: dict[str, Callable[..., Samples]] = {generator.__name__: generator for generator in _ALL}
 
 
 def register(name: str) -> Callable[[Generator], Generator]:

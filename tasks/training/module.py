@@ -45,8 +45,7 @@ class TrainedModule(LightningModule):
     the data, and the description of a model of a registered kind, and load without the run's configuration.
     """
 
-    # Constructor arguments that a checkpoint stores for `load_from_checkpoint`: attributes of numbers, text and None, or
-    # lists and dictionaries of these.
+    # Constructor arguments that a checkpoint stores for `load_from_checkpoint`; attributes of JSON's types.
     kept_options: ClassVar[tuple[str, ...]] = ()
     has_gradients = True  # by which the recipe trains the model
     info: Any = None

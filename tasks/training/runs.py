@@ -14,6 +14,7 @@ import torch
 from filelock import FileLock, Timeout
 from omegaconf import DictConfig, OmegaConf
 
+from longseq.tasks.config import UNITS
 from longseq.tasks.data.info import Info
 from longseq.tasks.registry import read_experiment
 from longseq.tasks.training.automatic import as_chosen_before
@@ -31,33 +32,17 @@ _PATIENCE = 5.0  # seconds
 
 # Keys that a resumed run may change, since they do not change its numbers.
 FREE_KEYS = (
-    "trainer.accumulate_grad_batches",
-    "trainer.devices",
-    "trainer.num_nodes",
-    "trainer.strategy",
-    "trainer.log_every_n_steps",
-    "resume",
-    "output",
-    "optimized_metric",
-    "data.cache",
-    "data.decode",
-    "data.num_workers",
-    "data.pin_memory",
-    "callbacks.progress",
-    "logger",
+    *(f"trainer.{key}" for key in ("accumulate_grad_batches", "devices", "num_nodes", "strategy", "log_every_n_steps")),
+    *(f"data.{key}" for key in ("cache", "decode", "num_workers", "pin_memory")),
+    *("resume", "output", "optimized_metric", "callbacks.progress", "logger", "recipe.chosen"),
     "learning_rate_finder",  # its result is in the checkpoint
-    "recipe.chosen",
     "plugins",  # a checkpoint names the used ones, a command the declared ones
 )
 
 # Keys of a run's end. A schedule with a constant rate (wsd) does not depend on them before its decay.
 LENGTH_KEYS = (
-    "recipe.epochs",
-    "recipe.updates",
-    "recipe.tokens",
-    "recipe.schedule.decay_epochs",
-    "recipe.schedule.decay_fn",
-    "recipe.schedule.min_lr",
+    *(f"recipe.{unit}" for unit in UNITS),
+    *(f"recipe.schedule.{key}" for key in ("decay_epochs", "decay_fn", "min_lr")),
 )
 
 
