@@ -279,15 +279,8 @@ def _start(trial: Trial, place: str | None, *, jobs: int) -> subprocess.Popen[by
         environment["CUDA_VISIBLE_DEVICES"] = place
     trial.folder.mkdir(parents=True, exist_ok=True)
     write_text(trial.folder / MEASURED_FILE, json.dumps(find_circumstances(device_of(place))) + "\n")
-    command = [
-        sys.executable,
-        sys.argv[0],
-        "train",
-        *config_folders(),
-        *trial.overrides,
-        "resume=true",
-        f"hydra.run.dir={spell_value(str(trial.folder))}",
-    ]
+    words = [*config_folders(), *trial.overrides, "resume=true", f"hydra.run.dir={spell_value(str(trial.folder))}"]
+    command = [sys.executable, sys.argv[0], "train", *words]
     with (trial.folder / LOG_FILE).open("wb") as log:
         return subprocess.Popen(command, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
 

@@ -386,11 +386,7 @@ def _write(reader: Reader, tokenizer: Tokenizer | Bare, folder: Path) -> None:
         one = _encode(batch, tokenizer)
         writer.add(one.tokens, one.lengths, one.byte_counts, labels=labels, hashes=one.hashes)
     (folder / _LEFT_OUT).write_text("".join(f"{line}\n" for line in left_out), encoding="utf-8")
-    manifest = {
-        **manifest_of(tokenizer, folder),
-        "splits": {_DOCUMENTS: writer.close()},
-        "label_sets": list(numbers),
-    }
+    manifest = {**manifest_of(tokenizer, folder), "splits": {_DOCUMENTS: writer.close()}, "label_sets": list(numbers)}
     write_text(folder / store.MANIFEST, json.dumps(manifest, indent=1) + "\n")
 
 

@@ -60,16 +60,9 @@ class DocumentTask(ClassifierModule):
         threshold: float | Sequence[float] | Criterion | None = None,
         training: Training | None = None,
     ) -> None:
-        super().__init__(
-            backbone,
-            training,
-            num_classes=info.num_classes,
-            multi_label=info.multi_label,
-            chosen_metrics=chosen_metrics,
-            metric=metric,
-            threshold=threshold,
-            thresholds=info.thresholds,
-        )
+        given: dict[str, Any] = {"chosen_metrics": chosen_metrics, "metric": metric, "threshold": threshold}
+        given |= {"num_classes": info.num_classes, "multi_label": info.multi_label, "thresholds": info.thresholds}
+        super().__init__(backbone, training, **given)
         self.info = info
         self.label_smoothing = label_smoothing
         self._class_weights: Tensor | None
@@ -86,11 +79,8 @@ class DocumentTask(ClassifierModule):
         cls, config: Mapping[str, Any], backbone: nn.Module, info: DocumentInfo, training: Training | None
     ) -> DocumentTask:
         task = config.get("task") or {}
-        measured: dict[str, Any] = {
-            "chosen_metrics": task.get("metrics"),
-            "metric": task.get("metric"),
-            "threshold": task.get("threshold") if training else None,
-        }
+        measured: dict[str, Any] = {"chosen_metrics": task.get("metrics"), "metric": task.get("metric")}
+        measured["threshold"] = task.get("threshold") if training else None
         if isinstance(backbone, LinearTextClassifier):
             keys = read(LinearModelKeys, config["model"], "model") if training else None
             return LinearTask(backbone, info=info, keys=keys, training=training, **measured)
@@ -148,13 +138,8 @@ class DocumentTask(ClassifierModule):
 
     def _read(self, tokens: Tensor, packing: Packing) -> Tensor:
         if self.info.segment and isinstance(self.backbone, TextClassifier):
-            return read_in_segments(
-                self.backbone,
-                tokens,
-                cu_seqlens=packing,
-                segment=self.info.segment,
-                gradient_segments=self.info.gradient_segments,
-            )
+            options = {"segment": self.info.segment, "gradient_segments": self.info.gradient_segments}
+            return read_in_segments(self.backbone, tokens, cu_seqlens=packing, **options)
         return self.backbone(tokens, packing)
 
     def training_step(self, batch: DocumentBatch, batch_idx: int) -> Tensor:

@@ -122,12 +122,8 @@ def _find_files(keys: DocumentDataKeys, given: str | None) -> Reader:
         path = os.path.realpath(path)
     if given is None and os.path.isdir(path) and any(name.partition(".")[0] == "train" for name in os.listdir(path)):
         raise ValueError(f"{path} holds several splits: name them by data.train, data.validation and data.test")
-    columns = Columns(
-        keys.text_column or TEXT.text,
-        labels=keys.label_column or LABEL_COLUMN,
-        multi_label=keys.multi_label,
-        delimiter=keys.label_delimiter,
-    )
+    text, labels = keys.text_column or TEXT.text, keys.label_column or LABEL_COLUMN
+    columns = Columns(text, None, labels, keys.multi_label, keys.label_delimiter)
     parts = find_parts([path], columns)
 
     def read() -> Found:

@@ -174,14 +174,10 @@ def _create_own(config: Mapping[str, Any], info: DataInfo) -> nn.Module:
 def state_data(model: nn.Module, info: DataInfo) -> None:
     """Write the preprocessing and the class names to timm's attributes of a model, which its files keep."""
     stated = {
-        "num_classes": info.num_classes,
+        **{name: getattr(info, name) for name in ("num_classes", "interpolation", "crop_pct", "crop_mode")},
+        **{name: tuple(getattr(info, name)) for name in ("mean", "std")},
         "label_names": tuple(info.class_names),
         "input_size": (info.in_chans, *info.sides),
-        "mean": tuple(info.mean),
-        "std": tuple(info.std),
-        "interpolation": info.interpolation,
-        "crop_pct": info.crop_pct,
-        "crop_mode": info.crop_mode,
     }
     # of the pretrained weights
     former = {key: value for key, value in stated_by(model).items() if not key.startswith(("test_", "label_"))}

@@ -18,8 +18,7 @@ from longseq.tasks.training.classifier import ClassifierModule, ClassReport
 from longseq.tasks.training.distributed import UpdateSum, count_processes
 from longseq.tasks.training.recipe import Training
 
-# The largest rounding error of a sum of probabilities in half precision.
-_ROUNDING = 0.02
+_ROUNDING = 0.02  # the largest rounding error of a sum of probabilities in half precision
 
 
 class ImageReport(ClassReport):
@@ -69,19 +68,12 @@ class ImageClassifier(ClassifierModule):
     ) -> None:
         if info is not None and info.num_classes != num_classes:
             raise ValueError(f"num_classes={num_classes}, and info has {info.num_classes} classes")
-        weights = None
+        weights = thresholds = None
         if info is not None:
-            multi_label, weights = multi_label or info.multi_label, info.class_weights
-        super().__init__(
-            backbone,
-            training,
-            num_classes=num_classes,
-            multi_label=multi_label,
-            chosen_metrics=chosen_metrics,
-            metric=metric,
-            threshold=threshold,
-            thresholds=None if info is None else info.thresholds,
-        )
+            multi_label, weights, thresholds = multi_label or info.multi_label, info.class_weights, info.thresholds
+        given: dict[str, Any] = {"chosen_metrics": chosen_metrics, "metric": metric, "threshold": threshold}
+        given |= {"num_classes": num_classes, "multi_label": multi_label, "thresholds": thresholds}
+        super().__init__(backbone, training, **given)
         self.info = info
         self.binary_cross_entropy = binary_cross_entropy
         self.mixing = mixing or BatchMixing(num_classes, seed=self.seed, multi_label=multi_label, class_weights=weights)
@@ -103,14 +95,8 @@ class ImageClassifier(ClassifierModule):
         if training is None:
             return cls(backbone, **given)
         loss, augment = config["recipe"]["loss"], config["recipe"]["augment"]
-        mixing = BatchMixing(
-            info.num_classes,
-            seed=training.seed,
-            label_smoothing=loss["label_smoothing"],
-            class_weights=info.class_weights,
-            multi_label=info.multi_label,
-            **augment.get("mixing", {}),
-        )
+        options = {"class_weights": info.class_weights, "multi_label": info.multi_label, **augment.get("mixing", {})}
+        mixing = BatchMixing(info.num_classes, seed=training.seed, label_smoothing=loss["label_smoothing"], **options)
         given |= {"threshold": task.get("threshold"), "binary_cross_entropy": loss.get("bce", False)}
         return cls(backbone, **given, training=training, mixing=mixing)
 

@@ -57,15 +57,11 @@ def training_steps(
         (3, info.side, info.side),
         is_training=True,
         separate=True,
-        scale=augmentation.scale,
-        ratio=augmentation.ratio,
-        hflip=augmentation.hflip,
-        vflip=augmentation.vflip,
         color_jitter=augmentation.color_jitter or None,  # type: ignore[arg-type]
-        auto_augment=augmentation.auto_augment,
         interpolation=info.interpolation,
         mean=tuple((info.mean * 3)[:3]),
         std=tuple((info.std * 3)[:3]),
+        **augmentation.model_dump(include={"scale", "ratio", "hflip", "vflip", "auto_augment"}),
     )
     geometry = crop.transforms
     if augmentation.crop == "center":
@@ -96,14 +92,9 @@ def evaluation_transform(info: DataInfo) -> transforms.Compose:
     The short side is resized to img_size / crop_pct, and the centre is cut out. With `crop_mode` squash both sides are
     resized to it; with border the long one, and the mean fills the rest. A crop_pct above 1 adds a black border.
     """
-    resize, cut, _ = create_transform(
-        (3, *info.sides),
-        interpolation=info.interpolation,
-        crop_pct=info.crop_pct,
-        crop_mode=info.crop_mode,
-        mean=tuple(info.mean),
-        normalize=False,
-    ).transforms
+    options: dict[str, Any] = {name: getattr(info, name) for name in ("interpolation", "crop_pct", "crop_mode")}
+    whole = create_transform((3, *info.sides), mean=tuple(info.mean), normalize=False, **options)
+    resize, cut, _ = whole.transforms
     return transforms.Compose([_final_mode(info), resize, cut, pil_to_tensor])
 
 

@@ -132,14 +132,9 @@ class LanguageModelData(TaskData):
         return self.training_loader(self._batches("train", self.batch_size), self.training_sampler())
 
     def _batches(self, stage: str, rows: int) -> WindowBatches:
-        return WindowBatches(
-            self._windows[stage],
-            rows,
-            separator=self.info.separator,
-            start=self._start,
-            reset_state=self.keys.reset_state,
-            carries=self.keys.packing == "streams",
-        )
+        options: dict[str, Any] = {"separator": self.info.separator, "start": self._start}
+        carries, resets = self.keys.packing == "streams", self.keys.reset_state
+        return WindowBatches(self._windows[stage], rows, reset_state=resets, carries=carries, **options)
 
     def evaluation_loader(self, stage: str) -> BatchLoader:
         rank, world_size, _ = find_place(self.trainer)

@@ -420,16 +420,10 @@ def register(name: str) -> Callable[[Generator], Generator]:
 
 def preset(name: str) -> dict[str, Any]:
     """The config group `data` of a generator without a file: its defaults, and mqar's numbers of samples."""
-    return {
-        "name": name,
-        "generator": name,
-        "options": generator_options(name),
-        "train": [{"samples": 10000}],
-        "validation": [{"samples": 500}],
-        "test": [{"samples": 1000}],
-        "eval_batch_size": 250,
-        "draw_seed": 0,
-    }
+    sizes = {"train": 10_000, "validation": 500, "test": 1_000}
+    slices = {split: [{"samples": count}] for split, count in sizes.items()}
+    own = {"name": name, "generator": name, "options": generator_options(name)}
+    return {**own, **slices, "eval_batch_size": 250, "draw_seed": 0}
 
 
 def generator_options(name: str) -> dict[str, Any]:

@@ -45,15 +45,10 @@ def run(cfg: DictConfig) -> None:
     keys = read_command(Prepare, cfg)
     columns = Columns(keys.column, keys.prompt_column)
     inputs = [keys.input] if isinstance(keys.input, str) else keys.input
-    manifest = prepare(
-        find_parts(inputs, columns, whole_files=keys.whole_files),
-        Path(keys.output),
-        columns=columns,
-        tokenizer=keys.tokenizer,
-        separator=keys.separator,
-        fractions={"validation": keys.validation, "test": keys.test},
-        processes=keys.processes,
-    )
+    parts = find_parts(inputs, columns, whole_files=keys.whole_files)
+    fractions = {"validation": keys.validation, "test": keys.test}
+    options = keys.model_dump(include={"tokenizer", "separator", "processes"})
+    manifest = prepare(parts, Path(keys.output), columns=columns, fractions=fractions, **options)
     print(describe(manifest))
     print(f"longseq train task=lm data=tokens {command_word('data.root', shorten(keys.output))}")
 

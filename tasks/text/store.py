@@ -96,13 +96,8 @@ def open_store(root: str | Path, *, check: bool = True) -> TokenStore:
         if "hashes" in arrays:
             arrays["hashes"] = arrays["hashes"].reshape(-1, 2)
         splits[split] = Corpus(byte_counts=arrays.pop("bytes"), **arrays)
-    return TokenStore(
-        tokenizer=tokenizer,
-        vocab_size=manifest["vocab_size"],
-        separator=manifest["separator"],
-        splits=splits,
-        checksums={split: entry["files"]["tokens"]["crc32"] for split, entry in manifest["splits"].items()},
-    )
+    checksums = {split: entry["files"]["tokens"]["crc32"] for split, entry in manifest["splits"].items()}
+    return TokenStore(tokenizer, manifest["vocab_size"], manifest["separator"], splits, checksums)
 
 
 class _Mapped(np.memmap):

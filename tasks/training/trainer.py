@@ -50,10 +50,7 @@ def build_callbacks(config: DictConfig | Config, module: TrainedModule) -> list[
 
 
 def build_trainer(
-    config: DictConfig | Config,
-    callbacks: list[Callback] | None = None,
-    *,
-    first_update: int | None = None,
+    config: DictConfig | Config, callbacks: list[Callback] | None = None, *, first_update: int | None = None
 ) -> Trainer:
     """The Trainer of `config.trainer` with the configured loggers; it writes below the folder `config.output`.
 
