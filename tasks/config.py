@@ -262,9 +262,6 @@ class ClassifierGroup(TaskGroup):
     )
 
 
-# --- commands
-
-
 class Command(Keys):
     """The keys that every command has."""
 
@@ -293,9 +290,6 @@ class Train(Command):
         "highest", "of float32 matrix products on GPUs; high (TF32) also rounds inside the recurrences"
     )
     output: str = key("${hydra:runtime.output_dir}", "the run folder")
-
-
-# --- a task's share of the keys
 
 
 @dataclass(frozen=True)

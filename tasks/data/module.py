@@ -48,9 +48,8 @@ class Inputs(ABC):
     details: tuple[str, ...] = ()
     unit: str = "files"
 
-    @classmethod
     @abstractmethod
-    def open(cls, path: str, info: Any, keys: Predict) -> Self:
+    def __init__(self, path: str, info: Any, keys: Predict) -> None:
         """The inputs at a path, for a model whose data has this info. ValueError if there are none."""
 
     @abstractmethod

@@ -404,9 +404,8 @@ def divide(found: Labelled, fractions: Mapping[str, float], *, multi_label: bool
     """The numbers of the documents of train and of the splits that `fractions` names, stratified by label.
 
     Of the documents of a label, the share `fractions["validation"]` goes to validation and `fractions["test"]` to test,
-    at least one to each if there are enough. Hashes of the contents choose them, so that a split depends on neither the
-    order of a file nor a seed, and equal documents go to the same split. Several labels count as
-    the rarest. ValueError for a class with only one document.
+    at least one to each if there are enough. Hashes of the contents choose them, whatever the order of a file; equal
+    documents stay together. Several labels count as the rarest. ValueError for a class with only one document.
     """
     labels, hashes, sets = np.asarray(found.corpus.labels), np.asarray(found.corpus.hashes), found.sets
     counts: Counter[str] = Counter()

@@ -1,8 +1,7 @@
 """Decoding and augmentation of training images on a device: nvJPEG, then plain torch on whole batches.
 
 Data workers read the files and draw the parameters. The draws run timm's and torchvision's own code on stand-ins for
-the image: a seed gives the crop, flips, colour operations and erased pixels of `training_transform`, whoever applies
-them.
+the image: a seed gives the crop, flips, colour operations and erased pixels of `training_transform`.
 """
 
 import io
@@ -258,8 +257,7 @@ def _pack(
 class DeviceTransform:
     """Decodes and augments a batch: inputs `EncodedImages` -> uint8 [B, C, S, S] on the device.
 
-    Pixels differ from Pillow's by rounding. A file that neither nvJPEG nor Pillow decodes is replaced by the image that
-    its index determines, in the size of the file.
+    Pixels differ from Pillow's by rounding. A file that cannot be decoded is replaced by an image, by its index.
     """
 
     def __init__(

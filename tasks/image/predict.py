@@ -31,7 +31,7 @@ class ImageFiles(Inputs):
     without an image ending are left out. ValueError if there are no images.
     """
 
-    def __init__(self, path: str, info: DataInfo) -> None:
+    def __init__(self, path: str, info: DataInfo, keys: Predict | None = None) -> None:
         root = Path(path)
         self.paths = [str(root)] if root.is_file() else sorted(filter(is_image, files_below(root)))
         if not self.paths:
@@ -39,10 +39,6 @@ class ImageFiles(Inputs):
         split = Split.whole(FileSource([], np.zeros(len(self.paths), np.int64), self.paths))
         self.info, self.batches = info, EvaluationBatches(split, evaluation_transform(info), info)
         self.details = decided_details(info)
-
-    @classmethod
-    def open(cls, path: str, info: DataInfo, keys: Predict) -> ImageFiles:
-        return cls(path, info)
 
     def predict(self, model: nn.Module, keys: Predict) -> Iterator[Prediction | Unreadable]:
         info, device = self.info, next(model.parameters()).device

@@ -256,8 +256,7 @@ def is_stream(source: str) -> bool:
 def open_stream(keys: ImageDataKeys, root: str | None, split: str, *, batch_size: int, seed: int) -> Any:
     """timm's IterableImageDataset of a split (train, validation, test); without a test split, the validation.
 
-    Adds to its reader `shards`, the number of files, and the class names that a Hugging Face data set declares.
-    FileNotFoundError for local shards that are missing.
+    Its reader gets `shards`, their number, and declared class names. FileNotFoundError for missing local shards.
     """
     kind, training = keys.source.partition("/")[0], split == "train"
     name = getattr(keys, SPLIT_KEYS[split]) or keys.val_split

@@ -158,8 +158,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> FileTokenizer:
 class TextInfo(Info):
     """The vocabulary of a text and the windows in which a model reads it.
 
-    `separator` begins and ends each document, `window` is the length of training windows in tokens, `tokenizer` what
-    `Tokenizer.to_dict` returns, and `sizes` counts windows.
+    `separator` begins and ends each document, `window` is in tokens, `tokenizer` of `to_dict`; `sizes` counts windows.
     """
 
     vocab_size: int

@@ -61,11 +61,7 @@ def load(
         weights: "ema" (the average of the weights), "model" (the raw weights) or "auto": the average if there is one.
         any_resolution: resize positions, so that the model takes images of any size.
         key: the name under which the user gave the file.
-        tasks: whose models the caller can use.
-
-    Raises:
-        ValueError: the file is damaged or of another task, its weights or class names do not fit its model, or a layer
-            now computes another function of its weights.
+        tasks: whose models the caller can use; ValueError for others, and if weights or class names do not fit.
     """
     label = f"{key}={path}"
     file = find_source(path)

@@ -292,8 +292,7 @@ def _is_binary(metric: Any) -> bool:
 def update_metrics(metrics: Mapping[str, Any], probabilities: Tensor, decisions: Tensor, wanted: Tensor) -> None:
     """Add N samples, 0 or more, to metrics except `loss`: probabilities `[N, C]`, and the `decisions` about them.
 
-    Metrics that keep lists need empty batches, too: torchmetrics gathers lists only if every process has an entry.
-    Other metrics refuse empty batches.
+    torchmetrics gathers lists only if every process has an entry: such metrics need empty batches, others refuse them.
     """
     for name, metric in metrics.items():
         keeps_lists = any(isinstance(state, list) for state in metric.metric_state.values())

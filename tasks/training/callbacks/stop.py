@@ -24,8 +24,7 @@ _log = logging.getLogger(__name__)
 def stoppable(trainer: Trainer) -> Iterator[None]:
     """Exit with 143 if SIGTERM ended a training or a test, with 129 after SIGHUP and 130 after Ctrl-C.
 
-    SIGHUP, which a closed terminal sends, is treated as SIGTERM unless it is ignored, as under nohup. So is Ctrl-C
-    where several processes stop together.
+    SIGHUP, of a closed terminal, counts as SIGTERM unless it is ignored (nohup); so does Ctrl-C of several processes.
     """
     received: list[int] = []
 

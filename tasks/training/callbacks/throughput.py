@@ -113,8 +113,7 @@ class Throughput(Callback):
 def peak_flops(device: torch.device, precision: str, matmul_precision: str) -> float | None:
     """Peak operations per second of dense matrix products, None for an unknown device.
 
-    Lightning's table lacks the H200; its figures here are from NVIDIA's data sheet. `matmul_precision` is torch's
-    setting, by which float32 products may be TF32.
+    Lightning's table lacks the H200, whose figures are NVIDIA's. By `matmul_precision`, float32 products may be TF32.
     """
     if device.type != "cuda":
         return None

@@ -76,7 +76,7 @@ def test_pairs_are_two_texts_that_each_begin_with_a_separator(tmp_path: Path) ->
     assert len(found) == 12
     keys: Any = SimpleNamespace(num_workers=0, column=None)
     with pytest.raises(ValueError, match="tokens that stand for no text"):
-        DocumentFiles.open(str(tmp_path / "aan" / "new_aan_pairs.test.tsv"), data.info, keys)
+        DocumentFiles(str(tmp_path / "aan" / "new_aan_pairs.test.tsv"), data.info, keys)
     short = open_data("lra_retrieval", tmp_path, root=str(tmp_path / "aan"), options={"text_bytes": 5})
     assert {bytes_of(short.splits["val"].read(index)) for index in range(12)} == {(b'a "te', "été".encode())}
 
