@@ -68,7 +68,8 @@ class LanguageModelData(TaskData):
         if batch_size % keys.window:
             raise ValueError(f"a device's batch of {batch_size} tokens has no whole windows of {keys.window}")
         datamodule = cls(keys, batch_size=batch_size // keys.window, seed=config["seed"])
-        datamodule._tokenizer = tokenizer_of(config.get("init"))
+        if keys.source == "files" and keys.tokenizer is None:
+            datamodule._tokenizer = tokenizer_of(config.get("init"))
         datamodule.setup()
         return datamodule
 
@@ -163,10 +164,14 @@ def open_corpora(keys: TextDataKeys, tokenizer: Mapping[str, Any] | None = None)
     if keys.source == "tokens":
         return [open_store(root, check=keys.check) for root in roots]
     columns = Columns(keys.column or TEXT.text, keys.prompt_column)
+    # Not how the model begins and ends a text: it is trained on documents between separators.
+    own = {name: value for name, value in (tokenizer or {}).items() if name in ("kind", "separator", "json")}
+    if keys.separator is not None and "json" in own:
+        own["separator"] = keys.separator
+    choice: str | Mapping[str, Any] = keys.tokenizer or own or "bytes"
     stores = []
     for root in roots:
         path = root if root.startswith(STREAM) else os.path.realpath(root)
-        choice = keys.tokenizer or tokenizer or "bytes"
         stores.append(_prepared(Path(root).resolve().stem, find_parts([path], columns), columns, keys, choice))
     return stores
 

@@ -122,9 +122,11 @@ class ClassifierModule(TrainedModule):
             self._log_metrics(decided, "val")
             self._scores.reset()
 
+    def on_test_epoch_start(self) -> None:
+        self.confusion.reset()
+
     def on_test_epoch_end(self) -> None:
         self.confusion_matrix = self.confusion.compute().cpu()
-        self.confusion.reset()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
