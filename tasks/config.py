@@ -147,9 +147,6 @@ def defaults(cls: type[Keys]) -> dict[str, Any]:
     return found
 
 
-# --- sections of a training
-
-
 class Mixer(Keys):
     """The keys of `mixer`."""
 

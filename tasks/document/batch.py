@@ -188,9 +188,8 @@ class PackedSampler(UpdateSampler[Chosen]):
     `lengths` are the tokens of each document after truncation. An effective batch consists of rows of equal length,
     which devices and accumulated batches share; their number depends only on its size and the documents' lengths. Each
     epoch packs all documents anew, in its own order, and leaves out the last rows if they do not fill an effective
-    batch. With `classes [N]` an epoch draws as many documents, each class equally often (see
-    `longseq.tasks.data.sampler.EpochOrder`). ValueError for a document longer than the budget, for fewer tokens
-    than an update needs, and for rows that do not divide evenly.
+    batch. With `classes [N]` an epoch draws as many documents, each class equally often (see `EpochOrder`). ValueError
+    for a document longer than the budget, fewer tokens than an update needs, and rows that do not divide evenly.
     """
 
     def __init__(self, lengths: Integers, batch_size: int, *, classes: Integers | None = None, **options: int) -> None:

@@ -59,8 +59,7 @@ class DocumentData(TaskData):
 
     With `source=files`, `root` is a file (jsonl, csv, tsv, parquet), a saved Hugging Face set, a folder of these, or a
     folder with a folder of text files for each class; or `train`, `validation` and `test` name such files below it. See
-    `longseq.tasks.document.sources` for other sources, `longseq.tasks.data.labels.read_labels` for labels, and
-    `longseq.tasks.data.labels.find_weights` for `class_weights`.
+    `longseq.tasks.document.sources` for other sources, and `longseq.tasks.data.labels` for labels and `class_weights`.
 
     `validation` and `test` are files, or shares of the training documents, stratified by label (see `divide`). A
     warning counts the documents that are in two splits; `duplicates=drop` removes them from the earlier one of train,

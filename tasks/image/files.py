@@ -93,8 +93,7 @@ class Layout(ABC):
     def open_held_out(self, kind: str, class_names: Sequence[str], *, foreign: bool) -> Source | None:
         """The images of `kind` (validation or test); None if they are held out from the training split.
 
-        Without a test split, the validation images are the test images. With `foreign`, a test split is read even if
-        the keys do not name it, and a data set without splits as a whole.
+        Without a test split, validation is the test. `foreign` reads unnamed test splits and data without splits.
         """
         for one in (kind, "validation") if kind == "test" else (kind,):
             name = self.names[one] or (one if foreign else None)

@@ -118,8 +118,7 @@ class SliceBatches(Dataset[Batch]):
 class MixtureSampler(UpdateSampler[BatchIndices]):
     """Yields the rows of each batch, all of one slice.
 
-    An epoch shuffles each slice, cuts it into effective batches, and shuffles the effective batches of all slices.
-    ValueError for a slice that is smaller than an effective batch.
+    An epoch shuffles each slice, cuts it into effective batches, and shuffles these. ValueError for a smaller slice.
     """
 
     def __init__(self, sizes: Sequence[int], batch_size: int, *, seed: int, **place: int) -> None:

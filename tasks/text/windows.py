@@ -180,8 +180,8 @@ class MixedSampler(UpdateSampler[list[WindowIndex]]):
 class StreamSampler(UpdateSampler[list[WindowIndex]]):
     """Yields windows of streams: row b of a batch continues row b of the batch before.
 
-    An epoch cuts the corpus, moved by a random shift, into as many streams as an effective batch has rows. ValueError
-    for accumulated batches, which would continue each other's rows.
+    An epoch cuts the randomly shifted corpus into as many streams as an effective batch has rows. Accumulated batches
+    would continue each other's rows (ValueError).
     """
 
     def __init__(self, windows: Windows, batch_size: int, **options: int) -> None:
