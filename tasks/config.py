@@ -28,8 +28,7 @@ Count = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
-# The units of the length of a run.
-UNITS = ("epochs", "updates", "tokens")
+UNITS = ("epochs", "updates", "tokens")  # the units of the length of a run
 # What a threshold is chosen by (see `longseq.tasks.training.metrics.choose_threshold`).
 Criterion = Literal["f1", "balanced_accuracy"]
 

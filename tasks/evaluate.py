@@ -21,8 +21,7 @@ from longseq.tasks.training.trainer import build_trainer
 
 _log = logging.getLogger(__name__)
 
-# The batch size if data.eval_batch_size is not given.
-EVALUATION_BATCH = 64
+EVALUATION_BATCH = 64  # the batch size if data.eval_batch_size is not given
 # Keys of `data` that change how samples are read, but not the samples.
 READING_KEYS = ("img_size", "crop_pct", "eval_batch_size", "num_workers", "on_error", "check")
 

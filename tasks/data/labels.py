@@ -18,6 +18,7 @@ ClassWeights = Literal["none", "balanced"] | list[Weight] | dict[Any, Weight]
 Sampling = Literal["balanced"] | None
 
 LABEL_COLUMN = "label"  # the default
+SEVERAL_LABELS = "several label columns, and data.label_delimiter, need data.multi_label=true"
 
 # Pandas writes 1.0 and 0.0 into a column that has empty cells.
 FLAGS = dict.fromkeys(("1", "1.0", "true", "yes"), True) | dict.fromkeys(("0", "0.0", "false", "no"), False)
@@ -25,12 +26,6 @@ FLAGS = dict.fromkeys(("1", "1.0", "true", "yes"), True) | dict.fromkeys(("0", "
 
 class LabelError(Exception):
     """A wrong label. It ends a run, which could lose a whole class if it skipped such samples."""
-
-
-def check_label_keys(multi_label: bool, label_column: str | Sequence[str] | None, label_delimiter: str | None) -> None:
-    """ValueError for keys of `data` about several labels without `multi_label`."""
-    if not multi_label and (isinstance(label_column, list | tuple) or label_delimiter is not None):
-        raise ValueError("several label columns, and data.label_delimiter, need data.multi_label=true")
 
 
 def read_labels(

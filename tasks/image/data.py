@@ -34,8 +34,7 @@ _MOST_WORKERS = 16
 _REPORTED_PATHS = 20  # unreadable images that are logged
 
 DIGITS = "digits"
-# Values of keys that matter only in training.
-_EVALUATED = {"class_weights": "none", "sampling": None}
+_EVALUATED = {"class_weights": "none", "sampling": None}  # values of keys that matter only in training
 
 _LAYOUTS: Mapping[str, type[files.Layout]] = {
     **dict.fromkeys(("folder", "torch/folder", "torch/image_folder"), files.FolderLayout),

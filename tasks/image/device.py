@@ -36,8 +36,7 @@ from longseq.tasks.image.transforms import list_operations, training_steps
 # Nested tensors are said to be a prototype.
 warnings.filterwarnings("ignore", message="The PyTorch API of nested tensors")
 
-# Pixels that are decoded and resized at a time.
-_MOST_PIXELS = 1 << 27
+_MOST_PIXELS = 1 << 27  # pixels that are decoded and resized at a time
 
 # The operations on images; an affine one covers rotation, shear and translation.
 KINDS = (

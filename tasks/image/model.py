@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# The endings of files that hold only weights.
-_WEIGHTS = (".safetensors", ".pth", ".pt", ".bin", ".pth.tar")
+_WEIGHTS = (".safetensors", ".pth", ".pt", ".bin", ".pth.tar")  # the endings of files that hold only weights
 
 # Arguments of models that the data or other groups of a configuration determine.
 _OF_DATA = ("img_size", "in_chans", "num_classes", "mixer", "mixer_options")

@@ -24,8 +24,7 @@ from longseq.tasks.training.module import TrainedModule
 from longseq.tasks.training.recipe import Training
 from longseq.tasks.training.token_model import PluginMixers
 
-# The state of streams in a checkpoint, one entry for each process.
-_CARRIED = "carried_state"
+_CARRIED = "carried_state"  # the state of streams in a checkpoint, one entry for each process
 _SAMPLE = 400  # tokens of the sample that a run prints at its end
 
 

@@ -20,8 +20,7 @@ from longseq.tasks.data.sampler import EvaluationSampler, UpdateSampler, derive_
 from longseq.tasks.probe.config import ProbeDataKeys
 from longseq.tasks.probe.generators import GENERATORS, generator_options
 
-# Keys of a slice that are not options of its generator.
-_OWN_KEYS = ("samples", "name")
+_OWN_KEYS = ("samples", "name")  # keys of a slice that are not options of its generator
 
 
 class Slice(NamedTuple):

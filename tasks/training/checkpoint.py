@@ -16,11 +16,9 @@ from longseq.plugins import check_loaded
 from longseq.timm_models import stated_data, takes_any_resolution
 from longseq.tokenizer_files import SETTINGS_FILE, find_separator
 
-# The window, in tokens, of a language model whose training window is unknown.
-WINDOW = 2048
+WINDOW = 2048  # the window, in tokens, of a language model whose training window is unknown
 
-# The models of exported files, in a layer above this one.
-FILE_MODELS = "longseq.tools.export.file_model"
+FILE_MODELS = "longseq.tools.export.file_model"  # the models of exported files, in a layer above this one
 
 
 @dataclass(frozen=True)

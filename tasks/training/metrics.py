@@ -20,8 +20,7 @@ Make = Callable[[int], Metric]
 
 LOSS = "loss"
 
-# The threshold of labels without one of their own.
-HALF = 0.5
+HALF = 0.5  # the threshold of labels without one of their own
 
 _OWN: dict[str, Any] = {"validate_args": False}
 

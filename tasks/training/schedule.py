@@ -25,11 +25,9 @@ _log = logging.getLogger(__name__)
 
 WARMUPS = tuple(f"warmup_{unit}" for unit in UNITS)
 
-# The warm-up's share of a run, if the recipe's warm-up is longer than the run.
-SHORTENED = 0.1
+SHORTENED = 0.1  # the warm-up's share of a run, if the recipe's warm-up is longer than the run
 
-# The share of a run, after its warm-up, in which a constant rate (wsd) falls, unless decay_epochs is given.
-DECAY = 0.2
+DECAY = 0.2  # the share of a run, after its warm-up, in which a constant rate (wsd) falls, unless decay_epochs is given
 
 
 class Epoch(NamedTuple):

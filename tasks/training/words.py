@@ -15,11 +15,9 @@ from longseq.models import read
 from longseq.tasks import registry
 from longseq.tasks.config import UNITS
 
-# The option of the groups `mixer`, `scale` and `model` that describes the model of `init`.
-INIT = "init"
+INIT = "init"  # the option of the groups `mixer`, `scale` and `model` that describes the model of `init`
 
-# Flags that name the configuration of a run, which describes its model.
-_NAMES = ("--config-name", "-cn")
+_NAMES = ("--config-name", "-cn")  # flags that name the configuration of a run, which describes its model
 
 
 def complete(verb: str, words: list[str]) -> list[str]:
