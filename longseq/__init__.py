@@ -10,8 +10,6 @@ After `import longseq` timm has the image models: `timm.list_models("longseq_*")
 The import takes milliseconds: torch, timm and the modules of longseq are imported when they are first used.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 

@@ -1,7 +1,5 @@
 """Constructors that record all of their arguments on the object, including arguments left at their defaults."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The checksum of a model's weights."""
 
-from __future__ import annotations
-
 import json
 import zlib
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Files that are written whole, so that an error or an interruption leaves no part of one."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import zlib

@@ -1,7 +1,5 @@
 """The files of a model in a repository of the Hugging Face hub, and their names."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

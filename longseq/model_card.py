@@ -1,7 +1,5 @@
 """The model card, README.md, of a saved model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The number of parameters of a module, and those that are exempt from weight decay or learn at a rate of their own."""
 
-from __future__ import annotations
-
 from torch import nn
 
 

@@ -1,7 +1,5 @@
 """Models whose class a plug-in defines, and which a configuration names: any `nn.Module` that maps images to logits."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

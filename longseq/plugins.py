@@ -11,8 +11,6 @@ A package may have a folder `conf` with files of configuration groups, such as c
 imported: a checkpoint records the plug-ins of its run, and loading it only checks that they are there.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import importlib.util

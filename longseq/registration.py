@@ -1,7 +1,5 @@
 """Registers the image models with timm right after the program imports timm (which takes seconds), not before."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Recurrent state is a value: a (nested) named tuple of tensors whose leading dimension is the batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias, TypeVar, cast
 

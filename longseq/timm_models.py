@@ -1,7 +1,5 @@
 """Image models in timm's form of config.json, and models that timm builds itself."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any

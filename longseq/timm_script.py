@@ -6,8 +6,6 @@
 The program runs as with `python train.py ...`, with longseq's models and the installed plug-ins registered.
 """
 
-from __future__ import annotations
-
 import os
 import runpy
 import sys

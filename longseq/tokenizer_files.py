@@ -8,8 +8,6 @@ in front, as Qwen and GPT-2 do. Both kinds have the key `ends` if other tokens t
 the model writes: their numbers. Reading and writing need no other library.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -10,8 +10,6 @@ The tasks' Lightning modules also work in a program of your own:
 Plug-ins build tasks of their own from the names below (see docs/pages/task.md).
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 

@@ -1,7 +1,5 @@
 """The machine: the device of a command, and the circumstances of a measurement."""
 
-from __future__ import annotations
-
 import datetime
 import importlib.metadata
 import os

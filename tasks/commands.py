@@ -192,15 +192,5 @@ class Compare(Command):
 
 
 # The keys of each command, by the name of its file in conf.
-COMMANDS: dict[str, type[Command]] = {
-    "train": Train,
-    "evaluate": Evaluate,
-    "predict": Predict,
-    "generate": Generate,
-    "harness": Harness,
-    "prepare": Prepare,
-    "convert": Convert,
-    "export": Export,
-    "describe": Describe,
-    "compare": Compare,
-}
+_ALL = (Train, Evaluate, Predict, Generate, Harness, Prepare, Convert, Export, Describe, Compare)
+COMMANDS: dict[str, type[Command]] = {keys.__name__.lower(): keys for keys in _ALL}

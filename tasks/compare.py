@@ -3,8 +3,6 @@
 Each run is a process of `longseq train`; a machine with several GPUs runs several at a time.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -13,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from itertools import product
 from pathlib import Path
@@ -68,12 +66,14 @@ class Trial(NamedTuple):
 def run(cfg: DictConfig) -> dict[str, Any]:
     """Train every row with every setting, learning rate and seed; write and return the results.
 
-    The folder `cfg.output` receives results.json, table.md, plot.png, and a run folder for each trial in runs/.
-    Finished runs are not repeated, interrupted ones continue.
+    `cfg.output` receives results.json, table.md, plot.png and the run folders. Interrupted runs continue.
     """
     # The words as typed: each run resolves `${key}` for itself.
     words: Any = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
-    keys = read_keys(cfg)
+    # Other keys may only resolve with the overrides of a row.
+    own = {name: cfg[name] for name in Compare.model_fields}
+    own = {name: OmegaConf.to_container(value) if OmegaConf.is_config(value) else value for name, value in own.items()}
+    keys = read(Compare, own)
     if keys.plot:
         import matplotlib  # noqa: F401  fail before the runs if it is missing
     folder = Path(keys.output)
@@ -103,9 +103,7 @@ def run(cfg: DictConfig) -> dict[str, Any]:
         if not best:
             _refuse_failures(results["tries"])
         trials = plan(keys, given, rates=best)
-    # Metrics chosen by name, such as f1_weighted, are no slices of the reported one (f1).
-    named = {f"test/{name}" for trial in trials for name in trial.config["task"].get("metrics") or ()}
-    _train(trials, slots, results, "rows", folder, named)
+    _train(trials, slots, results, "rows", folder)
     results["costs"] = comparison.find_costs(results, folder)
     write_text(folder / RESULTS_FILE, json.dumps(results, indent=2) + "\n")
     write_text(folder / TABLE_FILE, comparison.markdown(results))
@@ -125,18 +123,15 @@ def _refuse_failures(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _train(
-    trials: Sequence[Trial],
-    slots: Sequence[str | None],
-    results: dict[str, Any],
-    key: str,
-    folder: Path,
-    named: Collection[str] = (),
+    trials: Sequence[Trial], slots: Sequence[str | None], results: dict[str, Any], key: str, folder: Path
 ) -> None:
     """Train the trials; after each, `results[key]` has the rows of those that have ended, and the file is written."""
     done = sum(runs.finished(trial.folder) is not None for trial in trials)
     print(f"{len(trials)} runs, {done} of them finished before; writing to {shorten(folder)}", flush=True)
     results["planned"] = len(trials)  # an interrupted comparison has fewer rows
     report, metric = results["report"], results["selected_by"]
+    # Metrics chosen by name, such as f1_weighted, are no slices of the reported one (f1).
+    named = {f"test/{name}" for trial in trials for name in trial.config["task"].get("metrics") or ()}
     rows: dict[int, dict[str, Any]] = {}
     with closing(run_all(trials, slots)) as ended:
         for index, row in ended:
@@ -156,24 +151,13 @@ def _place(entry: Mapping[str, Any]) -> str:
     return f"{entry['name']} {entry['setting']}"
 
 
-def read_keys(cfg: DictConfig) -> Compare:
-    """The keys of this command. Other keys may only resolve with the overrides of a row."""
-    values = {name: cfg[name] for name in Compare.model_fields}
-    return read(
-        Compare,
-        {key: OmegaConf.to_container(value) if OmegaConf.is_config(value) else value for key, value in values.items()},
-    )
-
-
 def plan(
     keys: Compare, given: Sequence[str], *, tries: bool = False, rates: Mapping[str, float | None] | None = None
 ) -> list[Trial]:
     """All trials, each with a folder named by a hash of its configuration.
 
-    Args:
-        given: overrides of every run; a row replaces them, and the sweep replaces both.
-        tries: the shorter runs, with the first seed, that try the learning rates.
-        rates: the best of these rates; rows without one are left out.
+    A row replaces the overrides `given` of every run, and the sweep replaces both. `tries` are shorter runs, with the
+    first seed, that try the learning rates; `rates` are the best of these, and rows without one are left out.
     """
     rows = {mixer: f"mixer={mixer}" for mixer in keys.mixers} | dict(keys.rows or {})
     swept = keys.sweep or {}
@@ -295,15 +279,8 @@ def _start(trial: Trial, place: str | None, *, jobs: int) -> subprocess.Popen[by
         environment["CUDA_VISIBLE_DEVICES"] = place
     trial.folder.mkdir(parents=True, exist_ok=True)
     write_text(trial.folder / MEASURED_FILE, json.dumps(find_circumstances(device_of(place))) + "\n")
-    command = [
-        sys.executable,
-        sys.argv[0],
-        "train",
-        *config_folders(),
-        *trial.overrides,
-        "resume=true",
-        f"hydra.run.dir={spell_value(str(trial.folder))}",
-    ]
+    words = [*config_folders(), *trial.overrides, "resume=true", f"hydra.run.dir={spell_value(str(trial.folder))}"]
+    command = [sys.executable, sys.argv[0], "train", *words]
     with (trial.folder / LOG_FILE).open("wb") as log:
         return subprocess.Popen(command, env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
 

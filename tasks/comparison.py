@@ -1,7 +1,5 @@
 """The results of a comparison: the best learning rate of each row and setting, its costs, tables and plots."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping, Sequence
 from math import inf, isfinite, isnan, nan
 from pathlib import Path
@@ -30,9 +28,7 @@ def summarize(rows: Sequence[Row], report: str, selected_by: str, others: Collec
 
     A rate at which a run failed loses to one at which more runs finished. `metrics` holds mean, standard deviation
     (None for one seed) and number of runs for `report` and its slices, which are the metrics REPORT_* except `others`.
-
-    Raises:
-        ValueError: there are several rates, and the metrics do not state which values of `selected_by` are better.
+    ValueError for several rates whose metrics do not state which values of `selected_by` are better.
     """
     groups: dict[str, list[Row]] = {}
     for row in rows:
@@ -211,9 +207,8 @@ def read_curve(folder: Path, metric: str) -> list[tuple[int, float]]:
 def find_costs(results: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
     """For each row and setting at its learning rate: the means of its costs over the seeds, and its curves.
 
-    `equal_time` is the validation metric at the time that the fastest row takes in all: a run has trained in
-    proportion to its updates, and the schedule of a slower one has not ended there. A row without a validation up to
-    then has none.
+    `equal_time` is the validation metric at the time that the fastest row takes in all, if a row has one by then: a run
+    has trained in proportion to its updates, and the schedule of a slower one has not ended there.
     """
     entries = []
     for entry in results["summary"]:

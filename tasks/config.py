@@ -1,12 +1,9 @@
 """The keys of every command, each declared once: type, range, default and a line of help.
 
 Hydra composes a configuration from the defaults here (see `longseq.conf.store_defaults`), the files in conf and the
-command line. `read` checks the result against a class of keys. `longseq VERB --help` and the reference page are made
-from the same classes. `longseq.tasks.TASK.config` has the keys of one task, `longseq.tasks.commands` the keys of
-the other commands.
+command line; `read` checks the result. `longseq VERB --help` and the reference page are made from the same classes.
+`longseq.tasks.TASK.config` has the keys of one task, `longseq.tasks.commands` the keys of the other commands.
 """
-
-from __future__ import annotations
 
 import difflib
 import functools
@@ -31,8 +28,7 @@ Count = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
-# The units of the length of a run.
-UNITS = ("epochs", "updates", "tokens")
+UNITS = ("epochs", "updates", "tokens")  # the units of the length of a run
 # What a threshold is chosen by (see `longseq.tasks.training.metrics.choose_threshold`).
 Criterion = Literal["f1", "balanced_accuracy"]
 
@@ -74,10 +70,9 @@ def key(default: Any, text: str, **limits: Any) -> Any:
 
 
 def read(cls: type[T], values: Any, place: str = "") -> T:
-    """Check a dictionary against a class of keys; `place` is the dotted key of the dictionary.
+    """Check a dictionary, with the dotted key `place`, against a class of keys.
 
-    Raises:
-        ValueError: an unknown or missing key, or a value of the wrong type or out of range.
+    ValueError for an unknown or missing key, and for a value of the wrong type or out of range.
     """
     try:
         return cls.model_validate(values)
@@ -149,9 +144,6 @@ def defaults(cls: type[Keys]) -> dict[str, Any]:
         value = "???" if field.is_required() else field.get_default(call_default_factory=True)
         found[name] = _lists(value.model_dump() if isinstance(value, BaseModel) else value)
     return found
-
-
-# --- sections of a training
 
 
 class Mixer(Keys):
@@ -266,9 +258,6 @@ class ClassifierGroup(TaskGroup):
     )
 
 
-# --- commands
-
-
 class Command(Keys):
     """The keys that every command has."""
 
@@ -299,9 +288,6 @@ class Train(Command):
     output: str = key("${hydra:runtime.output_dir}", "the run folder")
 
 
-# --- a task's share of the keys
-
-
 @dataclass(frozen=True)
 class TaskKeys:
     """The classes of the keys that a task reads: of `data`, `model`, `task`, `recipe.loss` and the like.
@@ -322,8 +308,7 @@ class TaskKeys:
     def choose(self, config: Mapping[str, Any], info: Any | None, parts: int) -> dict[str, Any]:
         """The values of the dotted keys that may say `auto`, for data with this info.
 
-        `info` is None before the data is open. An effective batch divides over `parts`. ValueError if the task
-        chooses nothing.
+        `info` is None before the data is open. An effective batch divides over `parts`. ValueError without choices.
         """
         raise ValueError(f"the recipe says auto, and task={config['task']['name']} chooses no values: give numbers")
 

@@ -1,7 +1,5 @@
 """What a model costs: parameters, operations and the numbers of its state. For `metrics.json` and `longseq compare`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,8 +27,7 @@ def count_without_embedding(model: nn.Module) -> int:
 def costs_of(model: Any, tokens: int | None) -> dict[str, int]:
     """The parameters, and of a model that reads sequences of `tokens`, the operations of a token and the state.
 
-    FLOPs are those of a forward pass, with two for a multiply-add. The state counts the numbers kept for one sequence
-    after all its tokens.
+    FLOPs are of a forward pass, two for a multiply-add. The state counts the numbers after all tokens of a sequence.
     """
     costs = {"parameters": count_parameters(model)}
     if tokens is None or not isinstance(model, TokenBackbone | TextClassifier):
@@ -51,11 +48,7 @@ def costs_of(model: Any, tokens: int | None) -> dict[str, int]:
 
 
 def match_parameters(config: Mapping[str, Any], wanted: float) -> float:
-    """The `model.mlp_ratio` with which a model has `wanted` parameters without its embeddings.
-
-    Raises:
-        ValueError: no width of the MLP is within 1 %.
-    """
+    """The `model.mlp_ratio` with which a model has `wanted` parameters without embeddings. ValueError if none has."""
     chosen, datamodule, _ = registry.open_data(config)
 
     def count(ratio: float) -> tuple[int, int]:

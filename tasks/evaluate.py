@@ -21,8 +21,7 @@ from longseq.tasks.training.trainer import build_trainer
 
 _log = logging.getLogger(__name__)
 
-# The batch size if data.eval_batch_size is not given.
-EVALUATION_BATCH = 64
+EVALUATION_BATCH = 64  # the batch size if data.eval_batch_size is not given
 # Keys of `data` that change how samples are read, but not the samples.
 READING_KEYS = ("img_size", "crop_pct", "eval_batch_size", "num_workers", "on_error", "check")
 
@@ -38,14 +37,13 @@ def run(cfg: DictConfig) -> dict[str, float]:
     task = registry.get(loaded.task_name)
     changes = read_part(task.config.data, changes, "data")
     trained = task.data.info_class.from_dict(loaded.data)
-    if options := task.model.load_options(trained, changes):
-        loaded = checkpoints.load(checkpoint, weights=keys.weights, tasks=registry.names(), **options)
+    if changes.get("img_size") not in (None, loaded.data.get("img_size")):
+        loaded = checkpoints.load(checkpoint, weights=keys.weights, tasks=registry.names(), any_resolution=True)
     output = Path(keys.output or _run_folder(checkpoint) / f"evaluation_{split}.json")
     trainer = build_trainer({**config, "output": output.parent})
     datamodule = task.data.for_evaluation(
         loaded.config, changes, split=split, trained=trained, batch_size=EVALUATION_BATCH
     )
-    task.model.check_reads(loaded.backbone, trained, datamodule.info)
     if changes.keys() <= {*READING_KEYS} and (change := datamodule.info.find_change(trained, split)):
         _log.warning("the data have changed: %s", change)
     module = task.module.from_config(loaded.config, loaded.backbone, datamodule.info, None)

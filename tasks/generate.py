@@ -1,7 +1,5 @@
 """`longseq generate`: continue prompts with a language model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

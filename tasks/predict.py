@@ -27,7 +27,7 @@ def run(cfg: DictConfig) -> dict[str, int]:
     loaded = checkpoint.load(keys.checkpoint, weights=keys.weights, map_location=device, tasks=tasks)
     data = registry.get(loaded.task_name).data
     assert data.inputs is not None
-    inputs = data.inputs.open(keys.input, data.info_class.from_dict(loaded.data), keys)
+    inputs = data.inputs(keys.input, data.info_class.from_dict(loaded.data), keys)
     output = Path(keys.output)
     output.parent.mkdir(parents=True, exist_ok=True)
     predictions: list[Prediction] = []

@@ -11,9 +11,7 @@ from typing import Any, ClassVar
 
 from lightning.pytorch.utilities import rank_zero_only
 from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.progress import Progress
 
 # Warnings that need no action: data.num_workers is chosen on purpose, resumed runs write to their own folder, short
 # epochs log less often, and damaged EXIF data leaves an image unchanged.
@@ -65,8 +63,7 @@ class Report:
 def quiet_libraries() -> Iterator[None]:
     """Show only warnings that a user can act on: our own, one line each, and few of other packages.
 
-    Kernels also report when they are compiled and compared with float64 at their first call on a GPU, which takes 10 to
-    22 seconds. The block's end restores logging and warnings.
+    Kernels also report when a GPU's first call compiles them and compares them with float64, in 10 to 22 seconds.
     """
     package = logging.getLogger("longseq")
     added = [] if any(isinstance(handler, _Lines) for handler in package.handlers) else [_Lines()]
@@ -126,13 +123,11 @@ def long_step(description: str) -> Iterator[None]:
 def progress_bar(description: str, total: int) -> Iterator[Callable[[int], None]]:
     """Show a progress bar on a terminal, elsewhere a line (see `long_step`); yields a function that advances it."""
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    times = (TimeElapsedColumn(), TimeRemainingColumn())
     if not console.is_terminal:  # below 14.3, a disabled Progress of rich writes an empty line at its end
         with long_step(description):
             yield lambda steps: None
         return
-    with Progress(*columns, *times, console=console, transient=True) as progress:
+    with Progress(console=console, transient=True) as progress:
         task = progress.add_task(description, total=total)
         yield lambda steps: progress.advance(task, steps)
 
@@ -145,11 +140,6 @@ def shorten(path: str | Path) -> str:
 
 def print_rows(rows: Sequence[Sequence[str]]) -> None:
     """Print a table without borders. Long commands stay on one line, so that they can be copied."""
-    columns = list(zip(*rows, strict=True))
-    table = Table(show_header=False, box=None, pad_edge=False)
-    for _ in columns:
-        table.add_column(no_wrap=True, overflow="ignore")
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        table.add_row(*map(escape, row))  # brackets are text, as in plugins=[my_module]
-    width = sum(max(map(len, column)) + 2 for column in columns)
-    Console(width=width, highlight=False).print(table)
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

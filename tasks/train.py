@@ -56,15 +56,19 @@ def run(cfg: DictConfig) -> float | None:
     metrics.json and model/, the best model for `longseq.from_pretrained` and timm.
     """
     config = registry.read_experiment(resolve(cfg))
-    registry.of(config).data.prepare_process(config)
+    if config["data"].get("decode") == "gpu":
+        # By default CUDA streams share 8 queues, so the decoding thread waits for whole steps.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     folder = Path(config["output"])
     done = runs.finished(folder)
     if config["resume"] is True and done is not None:
         runs.checkpoint_to_resume(config)  # refuses another configuration
         _print(f"this run is finished: {shorten(folder)}; without resume=true, and with another output, it trains anew")
         return done.get(config["optimized_metric"])
+    # Lightning counts the processes of each machine from 0.
+    ranks = (os.environ.get(name) or "0" for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK", "NODE_RANK"))
     try:
-        if not _is_first_process():
+        if any(rank != "0" for rank in ranks):
             return _train(config, folder)
         with locked(folder), logged(folder):
             return _train(config, folder)
@@ -93,8 +97,6 @@ def _train(config: dict[str, Any], folder: Path) -> float | None:
     datamodule.trainer = trainer  # as Lightning does later: it determines the batches of an epoch
     if checkpoint is not None:
         check_continues(module.backbone, runs.contents_of(checkpoint).get(CHECKPOINT_CONFIG))
-        if _is_first_process():
-            runs.bring_best(checkpoint, folder)  # after all errors: a refused run leaves no folder
     _save_config(config, folder)
     _announce(config, datamodule.info, module, checkpoint, events=find_board(trainer.loggers) is not None)
     device = trainer.strategy.root_device
@@ -151,12 +153,6 @@ def _search(config: Config, datamodule: TaskData, folder: Path) -> dict[str, Any
         f"curve is in {shorten(folder / TABLE)}"
     )
     return automatic.with_rate(config, value)
-
-
-def _is_first_process() -> bool:
-    """True in the process that writes files; Lightning counts the processes of each machine from 0."""
-    ranks = (os.environ.get(name) or "0" for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK", "NODE_RANK"))
-    return all(rank == "0" for rank in ranks)
 
 
 def _check_direction(metric: str | None, module: TrainedModule) -> None:

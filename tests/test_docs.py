@@ -25,7 +25,7 @@ from PIL import Image
 from longseq import kernels, plugins
 from longseq.mixers import registry
 from longseq.tasks import registry as tasks
-from longseq.tasks.lm import report
+from longseq.tasks.lm import module as lm
 from longseq.tools import cli
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,7 +48,7 @@ OF_HYDRA = ("hydra.", "hydra/", "hparams_search=")  # what Hydra runs, and where
 def short_samples() -> Iterator[None]:
     """Runs of language models write a few tokens in place of hundreds."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "_SAMPLE", 8)
+        patch.setattr(lm, "_SAMPLE", 8)
         yield
 
 

@@ -1,7 +1,5 @@
 """A model that encodes a sequence into one vector and decodes the sequence from it."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

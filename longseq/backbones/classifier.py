@@ -6,8 +6,6 @@ logits = model(tokens, mask=mask)                   # padded documents
 logits = model(tokens, cu_seqlens=borders)          # N documents packed into one row [1, L], logits [N, 10]
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -4,8 +4,6 @@ model = PairClassifier(num_classes=2, vocab_size=257, d_model=128, depth=4, mixe
 logits = model(tokens)      # tokens [B, T], each row 256, a text, 256, another text: logits [B, 2]
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

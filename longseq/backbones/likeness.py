@@ -1,7 +1,5 @@
 """Whether two models compute the same function of the same weights."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 

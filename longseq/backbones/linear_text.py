@@ -6,8 +6,6 @@
 `longseq.tasks.document.model` fits it with scikit-learn, which predictions do not need.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

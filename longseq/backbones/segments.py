@@ -7,8 +7,6 @@ memory does not grow with the document. A model that also reads backward goes th
 keeps one layer's features of all tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

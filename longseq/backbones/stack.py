@@ -1,7 +1,5 @@
 """The stack of residual blocks that image and token models share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 

@@ -6,8 +6,6 @@ logits, state = model.step(next_token, state)       # next_token [B], logits [B,
 text = model.generate(prompt, 100)                  # [B, T + 100]; on a GPU faster with cuda_graph=True
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """The loss of a language model from its features, with the scores of only a few tokens in memory at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 

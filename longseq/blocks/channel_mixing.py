@@ -1,7 +1,5 @@
 """The channel mixing of RWKV-4 and RWKV-6, and of RWKV-7: the MLP of their blocks."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import torch

@@ -1,7 +1,5 @@
 """Checks whether hooks, adapters or quantisation change a call of a module."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

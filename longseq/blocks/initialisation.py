@@ -1,7 +1,5 @@
 """Random numbers of a constructor that initialises its weights twice."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Projections to widths at which matrix products of half precision are slow, and pairs of projections."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional

@@ -1,7 +1,5 @@
 """The gated MLP of the token models."""
 
-from __future__ import annotations
-
 from timm import layers
 from torch import Tensor, nn
 

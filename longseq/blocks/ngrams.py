@@ -1,7 +1,5 @@
 """Embeddings of n-grams of tokens: what the last few tokens spell, at the cost of a look-up."""
 
-from __future__ import annotations
-
 import torch
 from timm.layers import trunc_normal_
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """Sequences of different lengths in one tensor: padded rows, packed rows, and real tokens moved to the front."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

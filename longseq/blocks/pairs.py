@@ -3,8 +3,6 @@
 Rows of a pair are `[2 B, ...]`: the first half is read forward, the second backward. Parameters are `[2, ...]`.
 """
 
-from __future__ import annotations
-
 from typing import TypeVar
 
 import torch

@@ -1,7 +1,5 @@
 """One vector for each sequence: the pooling of features over padded rows and packed sequences."""
 
-from __future__ import annotations
-
 import torch
 from timm.layers import trunc_normal_
 from torch import Tensor, nn

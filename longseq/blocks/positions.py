@@ -3,8 +3,6 @@
 Prefix tokens, as timm calls them, are the class token and the register tokens after it. They are not on the grid.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """The orders in which a layer reads the tokens of a sequence."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

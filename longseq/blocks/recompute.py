@@ -1,7 +1,5 @@
 """Activation checkpointing of a part of a layer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The residual block of every backbone: norm, reading, add; and, where the chassis has one, norm, MLP, add."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple
 

@@ -1,7 +1,5 @@
 """Rotary positions: queries and keys rotated by an angle proportional to their positions."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from typing import Any

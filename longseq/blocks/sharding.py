@@ -1,7 +1,5 @@
 """Models sharded by torch's `fully_shard`: methods other than `forward`, and initial weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps

@@ -1,7 +1,5 @@
 """The token shift of RWKV: each token sees the one that is read before it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Traces of torch.fx and TorchScript: modules that these keep whole, and whether one is made now."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, TypeVar

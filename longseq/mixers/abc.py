@@ -1,7 +1,5 @@
 """Attention with bounded-memory control (ABC)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

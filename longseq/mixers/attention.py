@@ -1,7 +1,5 @@
 """Softmax attention, the baseline, and what the mixers with softmax attention share."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple

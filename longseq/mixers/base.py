@@ -109,9 +109,6 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
     makes_values: bool = False
     reads_values: bool = False
 
-    # A callback that watches the layer puts a dictionary here, to which `read` reports the norm of the state's memory.
-    observed: dict[str, Tensor] | None = None
-
     in_proj: nn.Linear | None
     out_proj: nn.Linear | None
 
@@ -191,20 +188,14 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
 
         Mixers without `reads_backwards` flip the tokens before and after the scan.
         """
-        packing, mask, reverse, wanted = options
+        packing, mask, reverse, _ = options
         turned = bool(reverse) and not self.reads_backwards
         if turned:
             projected, mask = projected.flip(1), None if mask is None else mask.flip(1)
             if packing is not None:  # the last sequence comes first, and so does its state
                 packing, state = packing.turned(), map_state(lambda x: x.flip(0), state)
             options = options._replace(cu_seqlens=packing, mask=mask, reverse=False)
-        if self.observed is not None:
-            options = options._replace(output_final_state=True)
         y, last = checkpoint_if(self.recompute and self.recomputable, self.scan, projected, state, options)
-        if self.observed is not None:
-            if (memory := getattr(last, "memory", None)) is not None:
-                self.observed["state_norm"] = mean_norm(memory).detach().float()
-            last = last if wanted else None
         if turned:
             y, last = y.flip(1), last if packing is None else map_state(lambda x: x.flip(0), last)
         return y, last
@@ -327,11 +318,6 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
         for name in ("in_proj", "out_proj"):
             self._modules.pop(name, None)  # a None among the submodules is not what all tools for models expect
             setattr(self, name, None)
-
-
-def mean_norm(memory: Tensor) -> Tensor:
-    """The Frobenius norm of memories `[B, ..., K, V]`, or the norm of `[B, D]`, averaged over batch and heads."""
-    return memory.flatten(max(1, memory.ndim - 2)).norm(dim=-1).mean()
 
 
 def check_rows(x: Tensor, cu_seqlens: Tensor | Packing | None, mask: Tensor | None) -> Packing | None:

@@ -1,7 +1,5 @@
 """Based's linear attention, whose feature map is the Taylor series of the exponential."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

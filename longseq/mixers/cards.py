@@ -1,7 +1,5 @@
 """Descriptions of the mixers: papers, sizes of states, parameters and operations of one layer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Comba: the gated delta rule as a controlled system, with feedback of the state and of the output."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

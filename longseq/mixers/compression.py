@@ -1,7 +1,5 @@
 """The layer that Lattice and TTT share: queries and keys from one projection, a memory of slots, a gated output."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, ClassVar
 

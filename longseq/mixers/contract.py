@@ -9,8 +9,6 @@ derivatives. The tests of a plug-in can check its mixers, too:
         contract.check("mine", laws=[law])
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Gated DeltaProduct: several steps of the gated delta rule for each token."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

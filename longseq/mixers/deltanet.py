@@ -1,7 +1,5 @@
 """DeltaNet: linear attention whose memory follows the delta rule. Also the layer that it shares with Gated DeltaNet."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import torch

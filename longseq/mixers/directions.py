@@ -1,7 +1,5 @@
 """Layers that read a sequence in several directions, and the function that builds the reading a model asks for."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NoReturn
@@ -129,8 +127,7 @@ class Directions(nn.Module):
             ), None
         projected = first.project_in(x)
         # Operations read half of a batch backward, but packed sequences in one direction.
-        is_watched = any(mixer.observed is not None for mixer in readers)  # a pair has no states to report
-        if packing is None and first.reads_pairs and not is_watched and self._is_plain():
+        if packing is None and first.reads_pairs and self._is_plain():
             readings = self._read_pairs(projected, layout, mask)
         else:
             pairs = zip(readers, self._inputs(projected), self.orders, strict=True)

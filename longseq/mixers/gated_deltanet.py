@@ -1,7 +1,5 @@
 """Gated DeltaNet: the delta rule with a memory that decays."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import torch

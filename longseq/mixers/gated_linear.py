@@ -1,7 +1,5 @@
 """What the mixers with gated linear attention share: the recurrence with masks, and the output."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import torch

@@ -1,7 +1,5 @@
 """Gated linear attention: a decay of its own for each key channel."""
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import Self

@@ -1,7 +1,5 @@
 """Gated slot attention."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

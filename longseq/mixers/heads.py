@@ -1,7 +1,5 @@
 """How a width is cut into heads, and the elementwise feature maps of queries and keys."""
 
-from __future__ import annotations
-
 from torch import Tensor
 from torch.nn import functional
 

@@ -1,7 +1,5 @@
 """HGRN2: a gated recurrent network whose forget gate is also its key."""
 
-from __future__ import annotations
-
 import math
 
 from torch import Tensor, nn

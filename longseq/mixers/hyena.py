@@ -1,7 +1,5 @@
 """Hyena: long convolutions, whose filters are functions of the distance, between elementwise gates."""
 
-from __future__ import annotations
-
 import math
 import struct
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Kimi Delta Attention and Gated DeltaNet-2: the delta rule with a decay for each key channel."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import torch

@@ -1,7 +1,5 @@
 """Lattice: memory slots that are updated only orthogonally to themselves."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

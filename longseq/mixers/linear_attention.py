@@ -1,7 +1,5 @@
 """Linear attention with a positive feature map."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional

@@ -1,7 +1,5 @@
 """Longhorn with the diagonal approximation of its paper."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Longhorn without the diagonal approximation."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

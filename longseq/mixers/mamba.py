@@ -1,7 +1,5 @@
 """Mamba's selective state space layer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

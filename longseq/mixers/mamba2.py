@@ -1,7 +1,5 @@
 """Mamba-2's layer: a state space with one decay for each head, which makes it a gated linear attention."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional

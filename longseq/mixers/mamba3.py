@@ -1,7 +1,5 @@
 """Mamba-3 with one input and one output for each head (SISO): a complex state, discretised by the trapezoidal rule."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, Literal, NamedTuple
 

@@ -1,7 +1,5 @@
 """A short convolution and an output gate for mixers that have none: `convolution_width=4`, `output_gate=True`."""
 
-from __future__ import annotations
-
 import inspect
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple

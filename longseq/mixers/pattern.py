@@ -1,7 +1,5 @@
 """The mixer of each layer of a hybrid model."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from itertools import groupby

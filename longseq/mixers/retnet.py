@@ -1,7 +1,5 @@
 """RetNet: linear attention with a constant decay for each head and rotary positions."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Griffin's recurrent block: a short convolution and a gated linear recurrent unit."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional

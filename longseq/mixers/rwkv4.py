@@ -1,7 +1,5 @@
 """The time mixing of RWKV-4."""
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

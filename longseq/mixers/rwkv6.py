@@ -1,7 +1,5 @@
 """The time mixing of RWKV-6 (Finch)."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional

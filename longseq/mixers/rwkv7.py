@@ -1,7 +1,5 @@
 """The time mixing of RWKV-7 (Goose)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import ClassVar, NamedTuple

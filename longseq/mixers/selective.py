@@ -1,7 +1,5 @@
 """The layer that Mamba and Longhorn share: expand, convolve, scan with input-dependent rates, gate."""
 
-from __future__ import annotations
-
 import math
 from typing import ClassVar
 

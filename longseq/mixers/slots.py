@@ -1,7 +1,5 @@
 """What gated slot attention and ABC share: a layer with a fixed number of memory slots."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar, NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """The states of mixers that keep one memory; B sequences are the leading dimension of every tensor."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Step sizes of discretised state spaces, Δ = softplus(rate + bias), and their initial values."""
 
-from __future__ import annotations
-
 import math
 
 import torch

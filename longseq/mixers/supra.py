@@ -1,7 +1,5 @@
 """SUPRA: retention with a learned feature map, into which attention is converted."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """TTT with a linear inner model, as the Lattice paper states it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from longseq.arguments import takes_also

@@ -1,7 +1,5 @@
 """Variational linear attention: a delta rule whose write key avoids the directions of earlier keys."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Softmax attention over a sliding window."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

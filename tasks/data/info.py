@@ -1,7 +1,5 @@
 """The properties of data that models, checkpoints and exported files need."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -19,8 +17,7 @@ class Info(ABC):
     """The facts about the data that a model, its checkpoint and exported files need; each task has its own dataclass.
 
     Its fields are dictionaries, lists, text and numbers. `sizes` has the samples of each split, None for a stream of
-    unknown length. `checksums` are of tokens; of documents' text and labels; or of image files' names and labels, and
-    in training their sizes.
+    unknown length. `checksums` are of tokens; of documents' text and labels; or of image files' names and labels.
     """
 
     sizes: dict[str, int | None] = field(default_factory=dict)

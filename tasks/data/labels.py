@@ -1,8 +1,6 @@
 """Labels: from the cells of a file to the names of classes, from these to targets, and how rare each class is."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -20,6 +18,7 @@ ClassWeights = Literal["none", "balanced"] | list[Weight] | dict[Any, Weight]
 Sampling = Literal["balanced"] | None
 
 LABEL_COLUMN = "label"  # the default
+SEVERAL_LABELS = "several label columns, and data.label_delimiter, need data.multi_label=true"
 
 # Pandas writes 1.0 and 0.0 into a column that has empty cells.
 FLAGS = dict.fromkeys(("1", "1.0", "true", "yes"), True) | dict.fromkeys(("0", "0.0", "false", "no"), False)
@@ -27,12 +26,6 @@ FLAGS = dict.fromkeys(("1", "1.0", "true", "yes"), True) | dict.fromkeys(("0", "
 
 class LabelError(Exception):
     """A wrong label. It ends a run, which could lose a whole class if it skipped such samples."""
-
-
-def check_label_keys(multi_label: bool, label_column: str | Sequence[str] | None, label_delimiter: str | None) -> None:
-    """ValueError for keys of `data` about several labels without `multi_label`."""
-    if not multi_label and (isinstance(label_column, list | tuple) or label_delimiter is not None):
-        raise ValueError("several label columns, and data.label_delimiter, need data.multi_label=true")
 
 
 def read_labels(
@@ -45,7 +38,10 @@ def read_labels(
     ValueError for cells without a label, and for several labels if one is expected.
     """
     if not isinstance(columns, str):
-        return tuple(column for column, value in zip(columns, values, strict=True) if _flag(column, value))
+        flags = {column: FLAGS.get(str(value).strip().lower()) for column, value in zip(columns, values, strict=True)}
+        if wrong := [column for column, flag in flags.items() if flag is None]:
+            raise ValueError(f"{values[columns.index(wrong[0])]!r} in column {wrong[0]!r}, which holds 1 or 0")
+        return tuple(column for column, flag in flags.items() if flag)
     column, (value,) = columns, values
     if value is None or (value == "" and not multi_label):
         raise ValueError(f"no label in column {column!r}")
@@ -56,13 +52,6 @@ def read_labels(
         parts = [value] if delimiter is None else value.split(delimiter)
         several = [part.strip() for part in parts if part.strip()]
     return tuple(sorted({_name(one, column) for one in several}))
-
-
-def _flag(column: str, value: Any) -> bool:
-    found = FLAGS.get(str(value).strip().lower())
-    if found is None:
-        raise ValueError(f"{value!r} in column {column!r}, which holds 1 or 0")
-    return found
 
 
 def _name(value: Any, column: str) -> str:
@@ -87,12 +76,6 @@ def name_some(names: Sequence[str]) -> str:
     """The first five names in quotes, and the number of the others."""
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return ", ".join(map(repr, names[:5])) + more
-
-
-def no_column(header: Sequence[str], names: Iterable[str]) -> str | None:
-    """The first column of `names` that a table lacks, and the columns that it has, in words; None if it has all."""
-    missing = [name for name in names if name not in header]
-    return f"no column {missing[0]!r}; it has {', '.join(map(repr, header))}" if missing else None
 
 
 def targets_of(
@@ -141,8 +124,7 @@ def find_weights(
     """The weight of each class in the loss, None if all are 1; `counts` are the training samples of each class.
 
     balanced: `samples / (classes * count)`, with the mean 1 over the samples; with `multi_label`
-    `(samples - count) / count`. A class without samples has the weight 1. ValueError for numbers that do not fit the
-    classes.
+    `(samples - count) / count`; 1 without samples. ValueError for numbers that do not fit the classes.
     """
     if choice == "none":
         return None
@@ -165,40 +147,17 @@ def find_weights(
 
 
 def require_one_list(
-    given: str,
-    path: str,
-    splits: Collection[str],
-    *,
-    column: str = "label",
-    configuration: str | None = None,
-    root: str | None = None,
+    given: str, path: str, *, column: str = LABEL_COLUMN, configuration: str | None = None, root: str | None = None
 ) -> None:
-    """ValueError if two local parquet files of a Hugging Face set give one number to different classes.
+    """ValueError if local parquet files of a Hugging Face set declare different lists of classes.
 
-    The library datasets takes the names of the first file, and the numbers of each file as they are. Names that are the
-    numbers themselves are not compared, and the last classes may be missing. `root` is the library's cache.
+    The library datasets takes the names of the first file, and the numbers of each file as they are.
     """
     import datasets
     import pyarrow.parquet
 
-    try:
-        builder = datasets.load_dataset_builder(path, configuration, cache_dir=root)
-        files = [(str(split), file) for split, listed in builder.config.data_files.items() for file in listed]
-    except Exception:  # the library raises many kinds, and again when it reads the data
-        return
-    # A split may be a part or a sum, such as train[:90%] or train+validation.
-    wanted = {part.partition("[")[0].strip() for split in splits for part in split.split("+")}
-    first, known = "", list[str]()
-    for number, (split, file) in enumerate(files):
-        if (split not in wanted and number > 0) or "://" in file or not file.endswith(".parquet"):
-            continue
-        feature: Any = datasets.Features.from_arrow_schema(pyarrow.parquet.read_schema(file)).get(column)
-        while isinstance(feature, list) or hasattr(feature, "feature"):  # several labels of a sample
-            feature = feature[0] if isinstance(feature, list) else feature.feature
-        names = getattr(feature, "names", None) or []
-        if names == [str(number) for number in range(len(names))]:
-            continue
-        if any(one != other for one, other in zip(known, names, strict=False)):
-            raise ValueError(f"{given}: {first} and {file} number the classes of their column {column} otherwise")
-        if len(names) > len(known):
-            first, known = file, names
+    found = (datasets.load_dataset_builder(path, configuration, cache_dir=root).config.data_files or {}).values()
+    files = [file for listed in found for file in listed if file.endswith(".parquet") and "://" not in file]
+    features = [datasets.Features.from_arrow_schema(pyarrow.parquet.read_schema(file)).get(column) for file in files]
+    if len(lists := {str(one) for one in features if "ClassLabel" in str(one)}) > 1:
+        raise ValueError(f"{given}: its files differ in the classes of their column {column}: {', '.join(lists)}")

@@ -3,8 +3,6 @@
 Batches of other loaders are pairs, or dictionaries with the names that other libraries give.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 import queue
@@ -22,8 +20,7 @@ from longseq.tasks.training.system import prepare_data_worker
 Given = TypeVar("Given")
 Made = TypeVar("Made")
 
-# What reading an image raises: the file cannot be opened, or its bytes are no image.
-UNREADABLE = (OSError, ValueError)
+UNREADABLE = (OSError, ValueError)  # what reading an image raises: the file cannot be opened, or its bytes are no image
 
 # The names of images and targets in the batches of other libraries.
 IMAGES = ("images", "image", "pixel_values", "img", "x")

@@ -1,7 +1,5 @@
 """The data modules of tasks, and the inputs of `longseq predict`."""
 
-from __future__ import annotations
-
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -44,16 +42,14 @@ class Unreadable(NamedTuple):
 class Inputs(ABC):
     """The inputs below a path, for a model to classify.
 
-    `details` names the columns of a prediction next to its classes. `unit` is the word for inputs if the model has no
-    run.
+    `details` names the columns of a prediction next to its classes. `unit` names the inputs of a model without a run.
     """
 
     details: tuple[str, ...] = ()
     unit: str = "files"
 
-    @classmethod
     @abstractmethod
-    def open(cls, path: str, info: Any, keys: Predict) -> Self:
+    def __init__(self, path: str, info: Any, keys: Predict) -> None:
         """The inputs at a path, for a model whose data has this info. ValueError if there are none."""
 
     @abstractmethod
@@ -119,10 +115,6 @@ class TaskData(LightningDataModule, ABC):
         self.keys = read(self.keys_class, vars(keys), "data")
         self.batch_size, self.seed = batch_size, seed
         self.eval_batch_size = getattr(self.keys, "eval_batch_size", None) or batch_size
-
-    @classmethod
-    def prepare_process(cls, config: Mapping[str, Any]) -> None:
-        """Prepare a process of the training, before it starts CUDA, for the data of this configuration."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], batch_size: int) -> Self:

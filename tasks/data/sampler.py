@@ -1,7 +1,5 @@
 """The samples of each batch: pure functions of the seed, the epoch and the position in the epoch."""
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
@@ -174,9 +172,8 @@ class EpochOrder:
 class EvaluationSampler(Sampler[list[int]]):
     """Yields batches of sample positions: each sample once over all ranks, and the same number of batches on each rank.
 
-    Batches differ in size by at most one; with fewer samples than ranks some are empty. A batch takes its samples at a
-    constant stride over the whole set, so that sets sorted by class give mixed batches. After `keep_order` batches are
-    in order: rank r of n has every n-th batch, from batch r.
+    Batches differ in size by at most one, and may be empty. A batch takes its samples at a constant stride over the
+    set, which mixes sorted classes. After `keep_order` batches are in order: rank r of n has every n-th, from r on.
     """
 
     def __init__(self, num_samples: int, batch_size: int, *, rank: int = 0, world_size: int = 1) -> None:

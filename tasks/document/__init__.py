@@ -8,9 +8,5 @@ def task() -> Task:
     from longseq.tasks.document import config, data, model, module, report
 
     return Task(
-        config=config.DocumentKeys(),
-        data=data.DocumentData,
-        model=model.DocumentModel(),
-        module=module.DocumentTask,
-        report=report.DocumentReport(),
+        config.DocumentKeys(), data.DocumentData, model.DocumentModel(), module.DocumentTask, report.DocumentReport()
     )

@@ -10,8 +10,6 @@ A batch may have more places (N) than documents, so that all batches have one sh
 many batches. An empty place has the document number -1 and the target IGNORED, or zeros for labels.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
@@ -147,8 +145,7 @@ class Chosen(NamedTuple):
 class DocumentBatches(Dataset[Batch]):
     """Maps `Chosen` to inputs and targets.
 
-    `budget` is the length of the rows, and `longest` of their longest document. With the seed `crops`, each epoch
-    reads another window of a long document.
+    `budget` is the length of rows, `longest` of the longest document. By the seed `crops`, epochs read other windows.
     """
 
     def __init__(self, split: Split, budget: int, longest: int, *, crops: int | None = None) -> None:
@@ -191,9 +188,8 @@ class PackedSampler(UpdateSampler[Chosen]):
     `lengths` are the tokens of each document after truncation. An effective batch consists of rows of equal length,
     which devices and accumulated batches share; their number depends only on its size and the documents' lengths. Each
     epoch packs all documents anew, in its own order, and leaves out the last rows if they do not fill an effective
-    batch. With `classes [N]` an epoch draws as many documents, each class equally often (see
-    `longseq.tasks.data.sampler.EpochOrder`). ValueError for a document longer than the budget, for fewer tokens
-    than an update needs, and for rows that do not divide evenly.
+    batch. With `classes [N]` an epoch draws as many documents, each class equally often (see `EpochOrder`). ValueError
+    for a document longer than the budget, fewer tokens than an update needs, and rows that do not divide evenly.
     """
 
     def __init__(self, lengths: Integers, batch_size: int, *, classes: Integers | None = None, **options: int) -> None:

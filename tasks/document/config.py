@@ -1,6 +1,4 @@
-"""The configuration keys of document classifiers, what `data=documents` chooses by its documents, and the facts that a
-model records of them.
-"""
+"""The keys of document classifiers, what `data=documents` chooses by its documents, and what models record of them."""
 
 from __future__ import annotations
 
@@ -13,7 +11,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from longseq.tasks.config import ClassifierGroup, Count, Keys, Share, TaskKeys, key
 from longseq.tasks.data.info import Info
-from longseq.tasks.data.labels import ClassWeights, Sampling, check_label_keys
+from longseq.tasks.data.labels import SEVERAL_LABELS, ClassWeights, Sampling
 from longseq.tasks.text.tokenizer import Tokenizer, tokenizer_from_dict
 from longseq.tasks.training.automatic import AUTO, settle, value_of
 from longseq.tasks.training.configuration import BodyKeys
@@ -90,7 +88,8 @@ class DocumentDataKeys(Keys):
             raise ValueError("gradient_segments needs segment=TOKENS")
         if sum(value for value in (self.validation, self.test) if isinstance(value, float)) >= 1:
             raise ValueError("validation and test must be less than 1 together")
-        check_label_keys(self.multi_label, self.label_column, self.label_delimiter)
+        if not self.multi_label and (isinstance(self.label_column, list) or self.label_delimiter is not None):
+            raise ValueError(SEVERAL_LABELS)
         return self
 
 
@@ -103,8 +102,7 @@ class LossKeys(Keys):
 class LinearModelKeys(Keys):
     """The keys of `model=linear`: scikit-learn's logistic regression on TF-IDF; keys of model=document are ignored.
 
-    `ngrams` and `min_documents` are the best on the validation documents of data=libraries. Punctuation marks count as
-    words.
+    `ngrams` and `min_documents` are the best on the validation of data=libraries. Punctuation marks count as words.
     """
 
     model_config = ConfigDict(extra="ignore")
@@ -120,10 +118,8 @@ class LinearModelKeys(Keys):
 
 # (training documents below this number, the most tokens of a document that an epoch reads, buckets of n-grams)
 ROWS = ((5_000, 1024, 32_768), (20_000, 512, 65_536), (math.inf, 512, 131_072))
-# Documents of at most so many tokens are read whole; of longer ones training reads windows.
-WHOLE = 4096
-# The tokens in memory when evaluation reads such a document.
-SEGMENT = 16_384
+WHOLE = 4096  # documents of at most so many tokens are read whole; of longer ones training reads windows
+SEGMENT = 16_384  # the tokens in memory when evaluation reads such a document
 # What training reads in all, and the epochs that this may be: less than ten minutes on two cores with model=documents.
 TOKENS, FEWEST, MOST = 16_000_000, 2, 20
 BATCH = 8192

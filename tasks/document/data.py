@@ -59,8 +59,7 @@ class DocumentData(TaskData):
 
     With `source=files`, `root` is a file (jsonl, csv, tsv, parquet), a saved Hugging Face set, a folder of these, or a
     folder with a folder of text files for each class; or `train`, `validation` and `test` name such files below it. See
-    `longseq.tasks.document.sources` for other sources, `longseq.tasks.data.labels.read_labels` for labels, and
-    `longseq.tasks.data.labels.find_weights` for `class_weights`.
+    `longseq.tasks.document.sources` for other sources, and `longseq.tasks.data.labels` for labels and `class_weights`.
 
     `validation` and `test` are files, or shares of the training documents, stratified by label (see `divide`). A
     warning counts the documents that are in two splits; `duplicates=drop` removes them from the earlier one of train,
@@ -74,29 +73,18 @@ class DocumentData(TaskData):
     keys_class, info_class = DocumentDataKeys, DocumentInfo
     inputs = DocumentFiles
 
-    def __init__(
-        self,
-        keys: DocumentDataKeys,
-        *,
-        batch_size: int,
-        seed: int = 0,
-        init: str | None = None,
-        stages: Collection[str] = tuple(STAGES),
-        trained: DocumentInfo | None = None,
-    ) -> None:
-        """Open the documents of `stages`; `trained`, the info of a model, gives the tokenizer and the classes.
-
-        The checkpoint `init` gives the default tokenizer.
-        """
+    def __init__(self, keys: DocumentDataKeys, *, batch_size: int, seed: int = 0, init: str | None = None) -> None:
+        """The checkpoint `init` gives the default tokenizer."""
         super().__init__(keys, batch_size=batch_size, seed=seed)
-        self._wanted = [STAGES[stage] for stage in stages]
-        self._init, self._trained = init, trained
+        self._init = init
+        self._wanted = list(STAGES.values())  # the splits to open
+        self._trained: DocumentInfo | None = None  # the info of a model, which gives the tokenizer and the classes
         self._is_fitted = False  # by the linear model
         self._source = sources.find(keys.source)
         for name in (*sources.FILE_KEYS, "options"):
             if getattr(keys, name) not in (None, {}) and name not in self._source.reads:
                 raise ValueError(f"data.{name} is not read by data.source={keys.source}")
-        self._splits: dict[str, Split] = {}
+        self.splits: dict[str, Split] = {}  # of train, val and test, after `setup`
         self._samplers: dict[tuple[int, ...], PackedSampler] = {}
 
     @classmethod
@@ -110,9 +98,9 @@ class DocumentData(TaskData):
 
     def take_recipe(self, config: Mapping[str, Any], batch_size: int) -> None:
         keys = read(DocumentDataKeys, config["data"], "data")
-        for stage, split in self._splits.items():
-            self._splits[stage] = split._replace(max_length=keys.max_length, truncation=keys.truncation)
-        longest = self.split("train").longest
+        for stage, split in self.splits.items():
+            self.splits[stage] = split._replace(max_length=keys.max_length, truncation=keys.truncation)
+        longest = self.splits["train"].longest
         self._is_fitted = config["model"]["name"] == LINEAR
         if self._is_fitted:
             keys = keys.model_copy(update={"sampling": None, "random_crops": False})
@@ -142,9 +130,10 @@ class DocumentData(TaskData):
         if config.get("data"):
             _refuse_trained(keys, read(DocumentDataKeys, config["data"], "data"), STAGES[split])
         budget = (config.get("recipe") or {}).get("batch_size") or _BUDGET
+        datamodule = cls(keys, batch_size=budget, seed=config.get("seed", 0))
         # What validation leaves out depends on test.
-        stages = ("val", "test") if split == "val" and keys.duplicates == "drop" else (split,)
-        datamodule = cls(keys, batch_size=budget, seed=config.get("seed", 0), stages=stages, trained=trained)
+        drops = split == "val" and keys.duplicates == "drop"
+        datamodule._wanted, datamodule._trained = ["validation", "test"] if drops else [STAGES[split]], trained
         datamodule.setup()
         return datamodule
 
@@ -157,13 +146,9 @@ class DocumentData(TaskData):
         """Tokens of the training documents that an epoch reads, after truncation."""
         return self.training_sampler().tokens_per_epoch
 
-    def split(self, stage: str) -> Split:
-        """The documents of train, val or test; available after `setup`."""
-        return self._splits[stage]
-
     def setup(self, stage: str | None = None) -> None:
         """Open the documents, and prepare the tokens that the cache lacks."""
-        if self._splits:
+        if self.splits:
             return
         opened, wanted = self._source.open(self.keys), self._wanted
         needed = wanted if all(name in opened for name in wanted) else [*wanted, "train"]
@@ -188,21 +173,21 @@ class DocumentData(TaskData):
     def train_dataloader(self) -> TrainingLoader:
         sampler = copy.copy(self.training_sampler())  # the loader counts epochs in it
         crops = self.seed if self.keys.random_crops else None
-        batches = DocumentBatches(self._splits["train"], self.batch_size, sampler.longest, crops=crops)
+        batches = DocumentBatches(self.splits["train"], self.batch_size, sampler.longest, crops=crops)
         return self.training_loader(batches, sampler)
 
     def evaluation_loader(self, stage: str) -> BatchLoader:
         rank, world_size, _ = find_place(self.trainer)
-        lengths = self._splits[stage].lengths
+        lengths = self.splits[stage].lengths
         # Without a chosen budget, a document may be longer than a training batch.
         budget = self.keys.eval_batch_size or max(self.batch_size, int(lengths.max()))
         sampler = EveryDocument(lengths, budget, rank=rank, world_size=world_size)
-        batches = DocumentBatches(self._splits[stage], budget, sampler.longest)
+        batches = DocumentBatches(self.splits[stage], budget, sampler.longest)
         return BatchLoader(batches, sampler, **self.loader_options())
 
     def training_sampler(self) -> PackedSampler:
         """The sampler of training, made once for each place, since it packs all documents."""
-        place, train = find_place(self.trainer), self._splits["train"]
+        place, train = find_place(self.trainer), self.splits["train"]
         if (key := (self.batch_size, *place)) not in self._samplers:
             lengths = np.minimum(train.lengths, self.keys.max_length) if self.keys.random_crops else train.lengths  # type: ignore[arg-type]
             if self._is_fitted:  # the fit reads the documents by itself: a batch may have any one of them
@@ -298,16 +283,16 @@ class DocumentData(TaskData):
         for stage, name in STAGES.items():
             if name in found:
                 targets = targets_of(labels[name], found[name].sets, names, multi_label=several)
-                self._splits[stage] = Split(
+                self.splits[stage] = Split(
                     found[name].corpus, numbers[name], targets, tokenizer.separator, keys.max_length, keys.truncation
                 )
-        sizes: dict[str, int | None] = {stage: split.documents for stage, split in self._splits.items()}
-        checksums = {stage: [split.checksum()] for stage, split in self._splits.items()}
+        sizes: dict[str, int | None] = {stage: split.documents for stage, split in self.splits.items()}
+        checksums = {stage: [split.checksum()] for stage, split in self.splits.items()}
         if trained is not None:
             sizes, checksums = {**trained.sizes, **sizes}, {**trained.checksums, **checksums}
             self._info = replace(trained, **self._reading, sizes=sizes, checksums=checksums)
             return
-        train = self._splits["train"]
+        train = self.splits["train"]
         counts = count_classes(train.targets, len(names))
         self._info = DocumentInfo(
             class_names=names,
@@ -400,11 +385,7 @@ def _write(reader: Reader, tokenizer: Tokenizer | Bare, folder: Path) -> None:
         one = _encode(batch, tokenizer)
         writer.add(one.tokens, one.lengths, one.byte_counts, labels=labels, hashes=one.hashes)
     (folder / _LEFT_OUT).write_text("".join(f"{line}\n" for line in left_out), encoding="utf-8")
-    manifest = {
-        **manifest_of(tokenizer, folder),
-        "splits": {_DOCUMENTS: writer.close()},
-        "label_sets": list(numbers),
-    }
+    manifest = {**manifest_of(tokenizer, folder), "splits": {_DOCUMENTS: writer.close()}, "label_sets": list(numbers)}
     write_text(folder / store.MANIFEST, json.dumps(manifest, indent=1) + "\n")
 
 
@@ -422,9 +403,8 @@ def divide(found: Labelled, fractions: Mapping[str, float], *, multi_label: bool
     """The numbers of the documents of train and of the splits that `fractions` names, stratified by label.
 
     Of the documents of a label, the share `fractions["validation"]` goes to validation and `fractions["test"]` to test,
-    at least one to each if there are enough. Hashes of the contents choose them, so that a split depends on neither the
-    order of a file nor a seed, and equal documents go to the same split. A document of several labels counts for its
-    rarest one. ValueError for a class with only one document.
+    at least one to each if there are enough. Hashes of the contents choose them, whatever the order of a file; equal
+    documents stay together. Several labels count as the rarest. ValueError for a class with only one document.
     """
     labels, hashes, sets = np.asarray(found.corpus.labels), np.asarray(found.corpus.hashes), found.sets
     counts: Counter[str] = Counter()

@@ -37,23 +37,18 @@ class DocumentFiles(Inputs):
     A prediction has the path; `document`, the number in the whole input from 0, unreadable documents included;
     `tokens`, the length; `cut`, the tokens that truncation leaves out; and `decision` as in `predictions_of`.
 
-    A batch has up to `segment` tokens. Models with carried state read longer documents in segments (see
-    `longseq.backbones.segments`).
+    A batch has up to `segment` tokens. Models with carried state read longer documents in segments.
     """
 
     details: tuple[str, ...] = ("document", "tokens", "cut")
     unit = "documents"
 
-    def __init__(self, path: str, info: DocumentInfo, column: str | None) -> None:
+    def __init__(self, path: str, info: DocumentInfo, keys: Predict) -> None:
         self.info, self.tokenizer = info, info.make_tokenizer()
-        self.columns = Columns(column or info.text_column or TEXT.text)
+        self.columns = Columns(keys.column or info.text_column or TEXT.text)
         self.parts = find_in_order(path, self.columns)
         self.details = (*type(self).details, *decided_details(info))
         self._prepare = None if info.source is None else find(info.source).prepare
-
-    @classmethod
-    def open(cls, path: str, info: DocumentInfo, keys: Predict) -> DocumentFiles:
-        return cls(path, info, keys.column)
 
     def predict(self, model: nn.Module, keys: Predict) -> Iterator[Prediction | Unreadable]:
         most = keys.segment or self.info.segment or SEGMENT

@@ -1,7 +1,5 @@
 """The models of document classifiers: classifiers on the body of a token model, and the fitted linear baseline."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any

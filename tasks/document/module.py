@@ -39,9 +39,8 @@ class DocumentTask(ClassifierModule):
     Logs `train/{loss,lr}`, `{val,test}/loss` and `{val,test}/METRIC` for the metrics of
     `longseq.tasks.document.report.TABLES`, and in a test `test/accuracy_q1` to `test/accuracy_q4` for the quarters of
     the documents by length. `chosen_metrics` and `metric` add others, as `task.metrics` and `task.metric` do.
-    `threshold` is explained in `ClassifierModule`; by default the thresholds are in `info`. After a test,
-    `documents_by_length` counts the documents of each quarter, and `length_quartiles` are the three limits in tokens
-    before truncation.
+    `threshold` is as in `ClassifierModule`, by default the thresholds of `info`. After a test, `documents_by_length`
+    counts the documents of each quarter, and `length_quartiles` are the limits in tokens before truncation.
     """
 
     kept_options = ("label_smoothing", "chosen_metrics", "metric", "threshold")
@@ -61,16 +60,9 @@ class DocumentTask(ClassifierModule):
         threshold: float | Sequence[float] | Criterion | None = None,
         training: Training | None = None,
     ) -> None:
-        super().__init__(
-            backbone,
-            training,
-            num_classes=info.num_classes,
-            multi_label=info.multi_label,
-            chosen_metrics=chosen_metrics,
-            metric=metric,
-            threshold=threshold,
-            thresholds=info.thresholds,
-        )
+        given: dict[str, Any] = {"chosen_metrics": chosen_metrics, "metric": metric, "threshold": threshold}
+        given |= {"num_classes": info.num_classes, "multi_label": info.multi_label, "thresholds": info.thresholds}
+        super().__init__(backbone, training, **given)
         self.info = info
         self.label_smoothing = label_smoothing
         self._class_weights: Tensor | None
@@ -87,11 +79,8 @@ class DocumentTask(ClassifierModule):
         cls, config: Mapping[str, Any], backbone: nn.Module, info: DocumentInfo, training: Training | None
     ) -> DocumentTask:
         task = config.get("task") or {}
-        measured: dict[str, Any] = {
-            "chosen_metrics": task.get("metrics"),
-            "metric": task.get("metric"),
-            "threshold": task.get("threshold") if training else None,
-        }
+        measured: dict[str, Any] = {"chosen_metrics": task.get("metrics"), "metric": task.get("metric")}
+        measured["threshold"] = task.get("threshold") if training else None
         if isinstance(backbone, LinearTextClassifier):
             keys = read(LinearModelKeys, config["model"], "model") if training else None
             return LinearTask(backbone, info=info, keys=keys, training=training, **measured)
@@ -107,8 +96,7 @@ class DocumentTask(ClassifierModule):
         """A batch of longseq's loaders, or one made from tokens `[N, T]` and classes `[N]` or labels `[N, C]`.
 
         The latter are a pair, for documents of one length, or a dictionary as in transformers: `input_ids`, `labels`,
-        and `attention_mask`, 0 at padding. A batch to predict needs no labels. If `info` has a separator, each document
-        should begin with it, as in longseq's commands.
+        and `attention_mask`. A batch to predict needs no labels. Documents should begin with the separator of `info`.
         """
         if isinstance(batch, tuple | list) and isinstance(batch[0], DocumentInputs):
             return batch[0], batch[1]
@@ -150,13 +138,8 @@ class DocumentTask(ClassifierModule):
 
     def _read(self, tokens: Tensor, packing: Packing) -> Tensor:
         if self.info.segment and isinstance(self.backbone, TextClassifier):
-            return read_in_segments(
-                self.backbone,
-                tokens,
-                cu_seqlens=packing,
-                segment=self.info.segment,
-                gradient_segments=self.info.gradient_segments,
-            )
+            options = {"segment": self.info.segment, "gradient_segments": self.info.gradient_segments}
+            return read_in_segments(self.backbone, tokens, cu_seqlens=packing, **options)
         return self.backbone(tokens, packing)
 
     def training_step(self, batch: DocumentBatch, batch_idx: int) -> Tensor:
@@ -190,13 +173,6 @@ class DocumentTask(ClassifierModule):
         # All processes have the same values; without sync_dist Lightning warns.
         self.log_dict({f"test/accuracy_{name}": value for name, value in accuracies.items()}, sync_dist=True)
 
-    def observe(self, batch: DocumentBatch, examples: int | None = None) -> Any:
-        """The features of the first documents of a batch; None: of all."""
-        inputs = batch[0]
-        body: Any = self.backbone
-        borders = inputs.cu_seqlens if examples is None else inputs.cu_seqlens[: examples + 1]
-        return body.forward_features(inputs.tokens[:, : int(borders[-1])], borders)
-
     def count_flops(self, batch: DocumentBatch) -> int:
         """The operations of a training step: three forward passes over the documents, without recomputation."""
         flops: Any = cache(self.backbone.flops)  # type: ignore[arg-type]
@@ -215,21 +191,15 @@ class DocumentTask(ClassifierModule):
 class LinearTask(DocumentTask):
     """Fits the linear model to all training documents at the beginning of a run, the same in each process.
 
-    An epoch of one batch with a learning rate of 0 follows, after which the Trainer validates, saves and tests. Without
-    `keys`, the keys of the model, the task can only measure.
+    One batch with a learning rate of 0 follows; then the Trainer validates, saves and tests. `keys` are the model's.
     """
+
+    has_gradients = False
+    epochs_trained = 1  # type: ignore[assignment]
 
     def __init__(self, backbone: LinearTextClassifier, *, keys: LinearModelKeys | None = None, **options: Any) -> None:
         super().__init__(backbone, **options)
         self.keys = keys
-
-    @property
-    def has_gradients(self) -> bool:
-        return False
-
-    @property
-    def epochs_trained(self) -> float:
-        return 1
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
@@ -238,7 +208,7 @@ class LinearTask(DocumentTask):
         assert self.keys is not None, "without keys, this task only measures"
         trainer: Any = self.trainer
         data: Any = trainer.datamodule
-        train, validation = (read_documents(data.split(stage)) for stage in ("train", "val"))
+        train, validation = (read_documents(data.splits[stage]) for stage in ("train", "val"))
         self.backbone = fit_linear(train, validation, data.info, self.keys)
         trainer.limit_train_batches = 1
         trainer.fit_loop.max_epochs = trainer.check_val_every_n_epoch = self.last_update = 1

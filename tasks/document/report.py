@@ -1,15 +1,11 @@
 """Metrics of document classifiers, and what a run reports."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torchmetrics import Metric
 from torchmetrics.classification import BinaryCalibrationError, MulticlassF1Score
-from torchmetrics.utilities.data import dim_zero_cat
 
 from longseq.tasks.document.config import DocumentInfo
 from longseq.tasks.training import metrics
@@ -54,29 +50,19 @@ TABLES: Mapping[bool, metrics.Tables] = {
 }
 
 
-class AccuracyByLength(Metric):
-    """The accuracy for each quarter of the documents by length, from q1 (shortest) to q4 (longest)."""
+class AccuracyByLength(metrics.Scores):
+    """The accuracy for each quarter of the documents by length, from q1 (shortest) to q4 (longest).
 
-    full_state_update = False
-    right: list[Tensor]
-    lengths: list[Tensor]
+    `update` adds whether the class `[N]` or each label `[N, C]` of documents is right, and lengths `[N]` in tokens.
+    """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("right", [], dist_reduce_fx="cat")
-        self.add_state("lengths", [], dist_reduce_fx="cat")
-
-    def update(self, right: Tensor, lengths: Tensor) -> None:
-        """Add documents: whether the class `[N]` or each label `[N, C]` is right, and lengths `[N]` in tokens."""
-        self.right.append(right if right.ndim == 1 else right.all(dim=1))
-        self.lengths.append(lengths)
-
-    def compute(self) -> tuple[dict[str, float], dict[str, int], list[int]]:
+    def compute(self) -> Any:
         """The accuracy and the number of documents of each quarter, and the three quartiles in tokens.
 
         Equal lengths are in the same quarter, so that a quarter may be empty; it then has no entry.
         """
-        right, lengths = dim_zero_cat(self.right), dim_zero_cat(self.lengths)
+        right, lengths = super().compute()
+        right = right if right.ndim == 1 else right.all(dim=1)
         shares = torch.tensor([0.25, 0.5, 0.75], device=lengths.device)
         quartiles = lengths.float().quantile(shares, interpolation="lower").to(lengths.dtype)
         quarters = torch.bucketize(lengths, quartiles)

@@ -19,8 +19,6 @@ register("numbers", Source(numbers, reads=("validation", "test"), vocab_size=10)
 It has training documents only; data.validation and data.test are shares of them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import os
@@ -35,7 +33,7 @@ from PIL import Image
 
 from longseq.tasks import registry
 from longseq.tasks.data.generators import CLOSE, IGNORED, draw, listops
-from longseq.tasks.data.labels import read_labels
+from longseq.tasks.data.labels import LABEL_COLUMN
 from longseq.tasks.data.sampler import derive_seed
 from longseq.tasks.document.config import DocumentDataKeys
 from longseq.tasks.text.sources import (
@@ -124,28 +122,20 @@ def _find_files(keys: DocumentDataKeys, given: str | None) -> Reader:
         path = os.path.realpath(path)
     if given is None and os.path.isdir(path) and any(name.partition(".")[0] == "train" for name in os.listdir(path)):
         raise ValueError(f"{path} holds several splits: name them by data.train, data.validation and data.test")
-    label = keys.label_column or "label"
-    columns = Columns(keys.text_column or "text", labels=(label,) if isinstance(label, str) else tuple(label))
+    text, labels = keys.text_column or TEXT.text, keys.label_column or LABEL_COLUMN
+    columns = Columns(text, None, labels, keys.multi_label, keys.label_delimiter)
     parts = find_parts([path], columns)
-    return Reader(
-        lambda: (_labelled(one, keys, path) for part in parts for one in read_part(part, columns)),
-        stamp=[path, *([part.version, part.stamps()] for part in parts)],
-    )
 
+    def read() -> Found:
+        for part in parts:
+            for one in read_part(part, columns):
+                if part.files and isinstance(one, Document):  # in a class folder
+                    folders = Path(one.place.path).relative_to(path).parts
+                    yield one._replace(labels=folders[:1]) if len(folders) > 1 else Malformed(one.place, "no label")
+                else:
+                    yield one
 
-def _labelled(one: Document | Malformed, keys: DocumentDataKeys, root: str) -> Document | Malformed:
-    """A document with the labels of its columns; without columns, with the name of its class folder below `root`."""
-    if isinstance(one, Malformed):
-        return one
-    if not one.labels:
-        folders = Path(one.place.path).relative_to(root).parts
-        return one._replace(labels=folders[:1]) if len(folders) > 1 else Malformed(one.place, "no label")
-    columns = keys.label_column or "label"
-    try:
-        labels = read_labels(one.labels, columns, multi_label=keys.multi_label, delimiter=keys.label_delimiter)
-    except ValueError as error:
-        return Malformed(one.place, str(error))
-    return one._replace(labels=labels)
+    return Reader(read, stamp=[path, *([part.version, part.stamps()] for part in parts)])
 
 
 # --- Python files of eight installed libraries, which are the classes: real documents that every install has
@@ -197,19 +187,19 @@ def _hash_path(path: str) -> bytes:
     return hashlib.blake2b(Path(path).as_posix().encode(), digest_size=8).digest()
 
 
-def _read_libraries(files: dict[str, list[str]]) -> Found:
-    for name, paths in files.items():
-        for one in read_part(Part("python", name, files=tuple(paths)), TEXT):
-            if isinstance(one, Malformed):
-                yield one
-            elif len(text := conceal(one.text)) >= _SHORTEST // 2:
-                yield Document(text, (name,), one.place)
-
-
 def _open_libraries() -> Reader:
-    files = find_libraries()
-    stamps = [[path, *stamp(path)] for paths in files.values() for path in paths]
-    return Reader(lambda: _read_libraries(files), stamp=[_hash_path(_NAMES.pattern).hex(), *stamps])
+    parts = [Part("python", name, files=tuple(paths)) for name, paths in find_libraries().items()]
+
+    def read() -> Found:
+        for part in parts:
+            for one in read_part(part, TEXT):
+                if isinstance(one, Malformed):
+                    yield one
+                elif len(text := conceal(one.text)) >= _SHORTEST // 2:
+                    yield Document(text, (part.path,), one.place)
+
+    stamps = (stamp for part in parts for stamp in part.stamps())
+    return Reader(read, stamp=[_hash_path(_NAMES.pattern).hex(), *stamps])
 
 
 # --- Long Range Arena (Tay et al., 2020), section 2.2; files are read as in its code. Its task on text is data=imdb
@@ -251,7 +241,7 @@ def _image(keys: DocumentDataKeys) -> Splits:
         own = task.config.data(name="cifar10", source=source, img_size=32, root=keys.root, **splits)
         data = task.data(own, batch_size=1)
         data.setup()
-        found = getattr(data.splits, split)
+        found = data.splits["val" if split == "validation" else split]
         for index in found.indices.tolist():
             image, target = found.source.read(index)
             labels = (found.source.class_names[target],)

@@ -8,9 +8,5 @@ def task() -> Task:
     from longseq.tasks.image import config, data, model, module
 
     return Task(
-        config=config.ImageKeys(),
-        data=data.ImageDataModule,
-        model=model.ImageModel(),
-        module=module.ImageClassifier,
-        report=module.ImageReport(),
+        config.ImageKeys(), data.ImageDataModule, model.ImageModel(), module.ImageClassifier, module.ImageReport()
     )

@@ -19,7 +19,7 @@ from pydantic import Field, model_validator
 from longseq.plugin_models import TARGET
 from longseq.tasks.config import ClassifierGroup, Count, Keys, OpenKeys, Positive, Share, TaskKeys, key
 from longseq.tasks.data.info import Info
-from longseq.tasks.data.labels import ClassWeights, Sampling, check_label_keys
+from longseq.tasks.data.labels import SEVERAL_LABELS, ClassWeights, Sampling
 from longseq.tasks.training.automatic import value_of
 
 Size = Count | Annotated[tuple[Count, Count], Field(strict=False)]
@@ -30,8 +30,7 @@ Names = Annotated[list[str], Field(min_length=1)]
 Part = Annotated[float, Field(ge=0, le=1)]
 Span = Annotated[tuple[Positive, Positive], Field(strict=False)]  # the smallest and the largest value
 
-# The source for Datasets of the user.
-OWN = "own"
+OWN = "own"  # the source for Datasets of the user
 # The keys for the labels of folders and tables.
 LABEL_KEYS = ("class_map", "file_column", "label_column", "label_delimiter")
 
@@ -74,7 +73,8 @@ class ImageDataKeys(Keys):
 
     @model_validator(mode="after")
     def _agree(self) -> ImageDataKeys:
-        check_label_keys(self.multi_label, self.label_column, self.label_delimiter)
+        if not self.multi_label and (isinstance(self.label_column, list) or self.label_delimiter is not None):
+            raise ValueError(SEVERAL_LABELS)
         if self.class_map is not None and self.source == "csv":
             raise ValueError("class_map is for folders: source=csv has its own labels")
         return self
@@ -152,8 +152,7 @@ class ModelKeys(ModelOptions):
     direction: Literal["bidirectional", "forward", "cross", "alternating"] | None = key(None, "how patches are read")
 
 
-# From this number of images on, the recipe of ImageNet-1k is used.
-LARGE = 200_000
+LARGE = 200_000  # from this number of images on, the recipe of ImageNet-1k is used
 
 # (images below this number, epochs from scratch, epochs from trained weights)
 EPOCHS = ((1_000, 300, 50), (5_000, 150, 20), (LARGE, 100, 10), (math.inf, 300, 5))

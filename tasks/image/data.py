@@ -1,7 +1,5 @@
 """The data module of image classification: sources, splits, loaders, and what the model must know of the data."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,30 +18,12 @@ from longseq.tasks.data.labels import count_classes, find_weights, name_some, ra
 from longseq.tasks.data.loader import Batch, BatchLoader, Failure, TrainingLoader, find_place, work_ahead
 from longseq.tasks.data.module import TaskData, same_root
 from longseq.tasks.data.sampler import EvaluationSampler, TrainingSampler
+from longseq.tasks.image import files, sources
 from longseq.tasks.image.config import LABEL_KEYS, OWN, Augmentation, DataInfo, ImageDataKeys
 from longseq.tasks.image.datasets import EvaluationBatches, StreamBatches, StreamLoader, TrainingBatches
 from longseq.tasks.image.device import DeviceTransform, EncodedTrainingBatches, TrainingDraws
-from longseq.tasks.image.files import (
-    FolderLayout,
-    Layout,
-    TableLayout,
-    class_numbers,
-    names_by_number,
-    require_same_numbers,
-)
 from longseq.tasks.image.predict import ImageFiles
-from longseq.tasks.image.sources import (
-    NamedLayout,
-    OwnLayout,
-    Split,
-    Splits,
-    digits,
-    is_stream,
-    open_stream,
-    require_one_class_list,
-    require_root,
-    split_off,
-)
+from longseq.tasks.image.sources import Split, Splits
 from longseq.tasks.image.transforms import evaluation_transform, normalize, training_transform
 from longseq.tasks.report import EACH
 from longseq.tasks.training.system import usable_cores
@@ -54,15 +34,12 @@ _MOST_WORKERS = 16
 _REPORTED_PATHS = 20  # unreadable images that are logged
 
 DIGITS = "digits"
-# Values of keys that matter only in training.
-_EVALUATED = {"class_weights": "none", "sampling": None}
+_EVALUATED = {"class_weights": "none", "sampling": None}  # values of keys that matter only in training
 
-_LAYOUTS: Mapping[str, type[Layout]] = {
-    "folder": FolderLayout,
-    "csv": TableLayout,
-    OWN: OwnLayout,
-    "torch/folder": FolderLayout,
-    "torch/image_folder": FolderLayout,
+_LAYOUTS: Mapping[str, type[files.Layout]] = {
+    **dict.fromkeys(("folder", "torch/folder", "torch/image_folder"), files.FolderLayout),
+    "csv": files.TableLayout,
+    OWN: sources.OwnLayout,
 }
 
 
@@ -91,12 +68,6 @@ class ImageDataModule(TaskData):
         self.splits: Splits | None = None  # None for a stream, and before `setup`
 
     @classmethod
-    def prepare_process(cls, config: Mapping[str, Any]) -> None:
-        if config["data"].get("decode", "cpu") != "cpu":
-            # By default CUDA streams share 8 queues, so the decoding thread waits for whole steps.
-            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-
-    @classmethod
     def from_config(cls, config: Mapping[str, Any], batch_size: int) -> Self:
         datamodule = super().from_config(config, batch_size)
         datamodule.take_recipe(config, batch_size)
@@ -117,7 +88,7 @@ class ImageDataModule(TaskData):
         same_source = source == own.get("source")
         own = {key: value for key, value in own.items() if same_source or key not in LABEL_KEYS}
         measured = {**own, **changes, **_EVALUATED}
-        numbers = class_numbers(changes.get("class_map"))
+        numbers = files.class_numbers(changes.get("class_map"))
         keys = read(ImageDataKeys, measured, "data")
         datamodule = cls(keys, batch_size=batch_size, seed=config.get("seed", 0))
         moved = not same_root(datamodule.root, own.get("root"))
@@ -132,7 +103,7 @@ class ImageDataModule(TaskData):
     def registered_parts(self) -> list[Any]:
         if self.splits is None or self.keys.source != OWN:
             return []
-        source: Any = self.splits.train.source
+        source: Any = self.splits["train"].source
         return [type(source.dataset)]
 
     @property
@@ -142,7 +113,7 @@ class ImageDataModule(TaskData):
 
     def prepare_data(self) -> None:
         """Download the data if data.download=true; Lightning calls this in one process of each machine."""
-        if self.keys.download and not is_stream(self.keys.source):
+        if self.keys.download and not sources.is_stream(self.keys.source):
             self.splits = self.splits or self._open_splits()
 
     def setup(self, stage: str | None = None) -> None:
@@ -150,13 +121,13 @@ class ImageDataModule(TaskData):
             return
         keys = self.keys
         sizes: dict[str, int | None]
-        if is_stream(keys.source):
+        if sources.is_stream(keys.source):
             _log.warning("data.source=%s is a stream: a run resumed within an epoch restarts it", keys.source)
             sizes, class_names = self._describe_stream(list(STAGES))
         else:
             self.splits = self.splits or self._open_splits()
-            sizes = {stage: len(getattr(self.splits, kind)) for stage, kind in STAGES.items()}
-            class_names = list(self.splits.train.source.class_names)
+            sizes = {stage: len(split) for stage, split in self.splits.items()}
+            class_names = list(self.splits["train"].source.class_names)
         if not keys.multi_label and max(len(class_names), keys.num_classes or 0) == 1:
             raise ValueError(f"{self.root or keys.source} has only one class: {''.join(class_names)}")
         if keys.num_classes is not None and keys.num_classes < len(class_names):
@@ -170,7 +141,7 @@ class ImageDataModule(TaskData):
 
         `foreign`: the model was not trained on this data, and all images are evaluated if there are no splits.
         """
-        if is_stream(self.keys.source):
+        if sources.is_stream(self.keys.source):
             sizes, names = self._describe_stream([split])
             self._info = self._describe(names, sizes)
             return
@@ -180,36 +151,36 @@ class ImageDataModule(TaskData):
             self.setup()
             return
         measured = Split.whole(source)
-        self.splits = Splits(Split(source, measured.indices[:0]), measured, measured)
+        self.splits = {"train": Split(source, measured.indices[:0]), "val": measured, "test": measured}
         self._info = self._describe(list(source.class_names), {split: len(measured)})
 
-    def _layout(self) -> Layout | None:
+    def _layout(self) -> files.Layout | None:
         """The layout of the source; None for the digits, whose splits are fixed."""
         source = self.keys.source
         if source == DIGITS:
             return None
-        kind = _LAYOUTS.get(source, NamedLayout if source.startswith(("hfds/", "torch/")) else None)
+        kind = _LAYOUTS.get(source, sources.NamedLayout if source.startswith(("hfds/", "torch/")) else None)
         if kind is None:
             known = ", ".join([DIGITS, *_LAYOUTS, "hfds/NAME, hfids/NAME, wds/NAME, torch/NAME"])
             raise ValueError(f"data.source={source} is not among {known}")
-        if kind not in (NamedLayout, OwnLayout):
-            require_root(self.root)
+        if kind not in (sources.NamedLayout, sources.OwnLayout):
+            sources.require_root(self.root)
         return kind(self.keys)
 
     def _open_splits(self) -> Splits:
         """The splits of the source. Without validation images, `val_fraction` of the training images validates."""
         if (layout := self._layout()) is None:
-            return digits()
-        keys, sources = self.keys, layout.open_all()
-        train = Split.whole(sources["train"])
-        if "validation" in sources:
-            validation = Split.whole(sources["validation"])
+            return sources.digits()
+        keys, opened = self.keys, layout.open_all()
+        train = Split.whole(opened["train"])
+        if "validation" in opened:
+            validation = Split.whole(opened["validation"])
         else:
-            train, validation = split_off(train, keys.val_fraction, keys.split_seed)
-        if "test" in sources and sources["test"] is not sources.get("validation"):
-            return Splits(train, validation, Split.whole(sources["test"]))
+            train, validation = sources.split_off(train, keys.val_fraction, keys.split_seed)
+        if "test" in opened and opened["test"] is not opened.get("validation"):
+            return {"train": train, "val": validation, "test": Split.whole(opened["test"])}
         _log.warning("%s has no test split: the validation images are also the test images", self.root or keys.source)
-        return Splits(train, validation, validation)
+        return {"train": train, "val": validation, "test": validation}
 
     def _splits_of_training(self, run: Mapping[str, Any]) -> Splits:
         """The splits by the keys of the run that trained the model, below this root."""
@@ -224,14 +195,14 @@ class ImageDataModule(TaskData):
             splits = self._splits_of_training(run)
         except (OSError, ValueError):  # data with other classes or splits
             return False
-        whole = splits.validation.source is splits.train.source
-        return whole and [splits.train.checksum()] == trained.checksums["train"]
+        whole = splits["val"].source is splits["train"].source
+        return whole and [splits["train"].checksum()] == trained.checksums["train"]
 
     def _refuse_trained_images(self, run: Mapping[str, Any], split: str) -> None:
         """ValueError if images of `split` were training images of the run."""
-        if self.splits is None or not len(self.splits.train):  # the split has images of its own
+        if self.splits is None or not len(self.splits["train"]):  # the split has images of its own
             return
-        train, measured = self._splits_of_training(run).train, getattr(self.splits, STAGES[split])
+        train, measured = self._splits_of_training(run)["train"], self.splits[split]
         known = {train.source.path(int(index)) for index in train.indices}
         count = sum(measured.source.path(int(index)) in known for index in measured.indices)
         if count:
@@ -244,7 +215,7 @@ class ImageDataModule(TaskData):
             raise ValueError(f"data.source={keys.source} has no class names: give data.num_classes=N")
         checksums: dict[str, list[int]] = {}
         if self.splits is not None:
-            found = {stage: getattr(self.splits, STAGES[stage]).checksum() for stage in sizes}
+            found = {stage: self.splits[stage].checksum() for stage in sizes}
             checksums = {stage: [checksum] for stage, checksum in found.items() if checksum is not None}
         counts, samples = [0] * len(class_names), 0
         if keys.class_weights == "balanced":
@@ -256,7 +227,7 @@ class ImageDataModule(TaskData):
 
     def _training_targets(self, classes: int) -> np.ndarray:
         """The classes or labels of the training images. ValueError if they are unknown before images are read."""
-        train = None if self.splits is None else self.splits.train
+        train = None if self.splits is None else self.splits["train"]
         targets = None if train is None else train.source.targets()
         if train is None or targets is None:
             raise ValueError(f"data.source={self.keys.source} has no list of its labels: give weights")
@@ -272,7 +243,7 @@ class ImageDataModule(TaskData):
             if self.keys.decode == "gpu":
                 raise ValueError("a stream needs data.decode=cpu")
             return self._stream_loader("train", training_transform(self.info, self.augmentation))
-        split, options = self.splits.train, dict[str, Any](report=self._record)
+        split, options = self.splits["train"], dict[str, Any](report=self._record)
         batches: TrainingBatches
         if self.keys.decode == "cpu":
             transform = training_transform(self.info, self.augmentation)
@@ -283,15 +254,14 @@ class ImageDataModule(TaskData):
             batches = EncodedTrainingBatches(split, TrainingDraws(self.info, self.augmentation), self.seed)
             work = DeviceTransform(split, self.info, self.augmentation, device, seed=self.seed)
             options["finish"] = partial(_finish, work, device, self.loader_options()["num_workers"])
-        return self.training_loader(batches, self._sampler(split), **options)
+        return self.training_loader(batches, self.training_sampler(), **options)
 
-    def _sampler(self, train: Split) -> TrainingSampler:
-        balanced = self.keys.sampling is not None
+    def training_sampler(self) -> TrainingSampler:
+        assert self.splits is not None, "a stream has an order of its own"
+        balanced, size = self.keys.sampling is not None, len(self.splits["train"])
         classes = rarest_labels(self._training_targets(self.info.num_classes)) if balanced else None
         place = find_place(self.trainer)._asdict()
-        return TrainingSampler(
-            len(train), self.batch_size, repeats=self.repeats, classes=classes, seed=self.seed, **place
-        )
+        return TrainingSampler(size, self.batch_size, repeats=self.repeats, classes=classes, seed=self.seed, **place)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> tuple[Tensor, Tensor]:
         """Normalise on the device: the host then transfers a quarter of the bytes."""
@@ -302,22 +272,22 @@ class ImageDataModule(TaskData):
         transform = evaluation_transform(self.info)
         if self.splits is None:
             return self._stream_loader(STAGES[stage], transform)
-        split: Split = getattr(self.splits, STAGES[stage])
+        split = self.splits[stage]
         rank, world_size, _ = find_place(self.trainer)
         sampler = EvaluationSampler(len(split), self.eval_batch_size, rank=rank, world_size=world_size)
         batches = EvaluationBatches(split, transform, self.info)
         return BatchLoader(batches, sampler, **self.loader_options(), report=self._record)
 
     def _stream(self, kind: str) -> Any:
-        return open_stream(self.keys, self.root, kind, batch_size=self.batch_size, seed=self.seed)
+        return sources.open_stream(self.keys, self.root, kind, batch_size=self.batch_size, seed=self.seed)
 
     def _describe_stream(self, stages: Sequence[str]) -> tuple[dict[str, int | None], list[str]]:
         """The sizes of the splits, and the class names of the first one, as far as the reader has them."""
-        require_one_class_list(self.keys, self.root)
+        sources.require_one_class_list(self.keys, self.root)
         readers = [self._stream(STAGES[stage]).reader for stage in stages]
-        names = [names_by_number(reader.class_to_idx) for reader in readers]
+        names = [files.names_by_number(reader.class_to_idx) for reader in readers]
         for stage, held_out in zip(stages, names, strict=True):
-            require_same_numbers(held_out, names[0], self.keys.source, STAGES[stage])
+            files.require_same_numbers(held_out, names[0], self.keys.source, STAGES[stage])
         return {stage: max(one.num_samples, 0) or None for stage, one in zip(stages, readers, strict=True)}, names[0]
 
     def _stream_loader(self, kind: str, transform: Any) -> StreamLoader:
@@ -369,6 +339,8 @@ def _adopt_classes(found: DataInfo, trained: DataInfo, numbers: Mapping[str, int
         moved = [name for name, number in numbers.items() if known.get(name, number) != number]
         if moved or found.num_classes > trained.num_classes:
             raise ValueError(f"data.class_map does not fit the {trained.num_classes} classes of the model: {moved}")
+    if found.in_chans != trained.in_chans:
+        raise ValueError(f"the model was trained with data.in_chans={trained.in_chans}")
     if found.multi_label != trained.multi_label:
         raise ValueError(f"the model was trained with data.multi_label={str(trained.multi_label).lower()}")
     kept = ("class_names", "num_classes", "class_weights", "thresholds", "crop_mode")

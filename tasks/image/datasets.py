@@ -1,7 +1,5 @@
 """Batches of images: decoding, transforms, and the handling of unreadable images."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -27,8 +25,7 @@ REPLACEMENTS = 100
 class TrainingBatches(Dataset[Batch]):
     """SampleIndexes -> a full batch. The index of an unreadable image determines the image that replaces it.
 
-    Repeats of an image are neighbours in a batch: it is decoded once for all of them. ValueError if too many
-    replacements in a row are unreadable.
+    Repeats of an image are neighbours: it is decoded once for all. ValueError if too many replacements are unreadable.
     """
 
     def __init__(self, split: Split, transform: Callable[..., Any], seed: int) -> None:

@@ -1,7 +1,5 @@
 """Decode image files to upright images of 8 bits per channel, for training, evaluation and prediction."""
 
-from __future__ import annotations
-
 import io
 import os
 import re
@@ -52,15 +50,9 @@ def image_endings() -> frozenset[str]:
     return frozenset(ending for ending, kind in known.items() if kind in decoded)
 
 
-def is_hidden(name: str) -> bool:
-    """True if the name begins with a dot, or is `__MACOSX`, a folder that macOS adds to archives."""
-    return name.startswith(".") or name == "__MACOSX"
-
-
-def is_image(name: str) -> bool:
-    """True if the file has one of the `image_endings` and is not hidden."""
-    own = name.rstrip("/").rpartition("/")[2]  # pathlib is slow for millions of names
-    return os.path.splitext(own)[1].lower() in image_endings() and not is_hidden(own)
+def is_image(path: str) -> bool:
+    """True if the file has one of the `image_endings`."""
+    return os.path.splitext(path)[1].lower() in image_endings()
 
 
 def decode(file: str | Path | IO[bytes]) -> Image.Image:
@@ -98,8 +90,7 @@ def first_line(error: BaseException) -> str:
 def find_jpeg_size(data: bytes) -> tuple[int, int] | None:
     """The height and width of a JPEG file that any decoder reads as `decode` does, up to rounding.
 
-    None for other formats, CMYK, colours stored as RGB, images that EXIF turns, and truncated files. Raises one of
-    UNREADABLE.
+    None for other formats, CMYK, colours stored as RGB, images that EXIF turns, and truncated files.
     """
     if not data.startswith(b"\xff\xd8") or not data.rstrip(b"\0").endswith(b"\xff\xd9"):
         return None

@@ -1,11 +1,8 @@
 """Decoding and augmentation of training images on a device: nvJPEG, then plain torch on whole batches.
 
 Data workers read the files and draw the parameters. The draws run timm's and torchvision's own code on stand-ins for
-the image: a seed gives the crop, flips, colour operations and erased pixels of `training_transform`, whoever applies
-them.
+the image: a seed gives the crop, flips, colour operations and erased pixels of `training_transform`.
 """
-
-from __future__ import annotations
 
 import io
 import math
@@ -39,8 +36,7 @@ from longseq.tasks.image.transforms import list_operations, training_steps
 # Nested tensors are said to be a prototype.
 warnings.filterwarnings("ignore", message="The PyTorch API of nested tensors")
 
-# Pixels that are decoded and resized at a time.
-_MOST_PIXELS = 1 << 27
+_MOST_PIXELS = 1 << 27  # pixels that are decoded and resized at a time
 
 # The operations on images; an affine one covers rotation, shear and translation.
 KINDS = (
@@ -260,8 +256,7 @@ def _pack(
 class DeviceTransform:
     """Decodes and augments a batch: inputs `EncodedImages` -> uint8 [B, C, S, S] on the device.
 
-    Pixels differ from Pillow's by rounding. A file that neither nvJPEG nor Pillow decodes is replaced by the image that
-    its index determines, in the size of the file.
+    Pixels differ from Pillow's by rounding. A file that cannot be decoded is replaced by an image, by its index.
     """
 
     def __init__(

@@ -1,12 +1,9 @@
 """Images in files: class folders and tables, and where each of them keeps its splits."""
 
-from __future__ import annotations
-
-import csv
 import io
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any, Protocol
 
@@ -15,10 +12,11 @@ from PIL import Image
 from timm.data.readers.class_map import load_class_map
 from timm.utils.misc import natural_key
 
-from longseq.tasks.data.labels import LABEL_COLUMN, Labels, name_some, no_column, read_labels, sort_names, targets_of
+from longseq.tasks.data.labels import LABEL_COLUMN, name_some, sort_names, targets_of
 from longseq.tasks.data.module import same_root
 from longseq.tasks.image.config import ImageDataKeys
-from longseq.tasks.image.decoding import decode, is_hidden, is_image
+from longseq.tasks.image.decoding import decode, is_image
+from longseq.tasks.text.sources import Columns, Document, Malformed, Part, files_below, read_part
 
 ClassMap = str | Mapping[str, int] | None
 
@@ -95,8 +93,7 @@ class Layout(ABC):
     def open_held_out(self, kind: str, class_names: Sequence[str], *, foreign: bool) -> Source | None:
         """The images of `kind` (validation or test); None if they are held out from the training split.
 
-        Without a test split, the validation images are the test images. With `foreign`, a test split is read even if
-        the keys do not name it, and a data set without splits as a whole.
+        Without a test split, validation is the test. `foreign` reads unnamed test splits and data without splits.
         """
         for one in (kind, "validation") if kind == "test" else (kind,):
             name = self.names[one] or (one if foreign else None)
@@ -160,7 +157,7 @@ class FolderLayout(Layout):
         by value, and other names in natural order. ValueError for images outside class folders, for classes that are
         not in `class_names`, without images, and if classes are in several folders of the root: these may be splits.
         """
-        images = sorted(find_images(part), key=natural_order)
+        images = sorted(filter(is_image, files_below(Path(part))), key=natural_order)
         if not images:
             raise ValueError(f"{part} holds no images in class folders")
         folders = [PurePath(os.path.relpath(image, part)).parent.parts for image in images]
@@ -187,15 +184,6 @@ class FolderLayout(Layout):
 def natural_order(name: str) -> tuple[list[str | int], str]:
     """A sort key for names: numbers by value, without regard to case."""
     return natural_key(name), name
-
-
-def find_images(root: str) -> list[str]:
-    """The image files below a folder, also through symbolic links, without hidden ones."""
-    images: list[str] = []
-    for folder, folders, files in os.walk(root, followlinks=True):
-        folders[:] = (name for name in folders if not is_hidden(name))
-        images += (os.path.join(folder, name) for name in files if is_image(name))
-    return images
 
 
 def class_numbers(class_map: ClassMap, root: str = "") -> dict[str, int] | None:
@@ -228,41 +216,27 @@ class TableLayout(Layout):
         return next((str(path) for one in usual if (path := Path(self.root, f"{one}.csv")).is_file()), None)
 
     def open(self, part: str, class_names: Sequence[str] | None = None) -> Source:
-        rows = list(_read_rows(Path(part), self.keys))
+        """The images of a table. ValueError for rows without a label, and for files listed twice."""
+        given, several = self.keys.label_column or LABEL_COLUMN, self.keys.multi_label
+        columns = Columns(self.keys.file_column, None, given, several, self.keys.label_delimiter)
+        rows: dict[str, Document] = {}
+        for row in read_part(Part("csv", part), columns):
+            if isinstance(row, Malformed):
+                raise ValueError(row.describe())
+            image = str(Path(part).parent / row.text)  # "./a.png" and "a.png" are one file
+            if image in rows:
+                raise ValueError(f"{row.place.describe()}: {row.text!r} is in {rows[image].place.where} already")
+            rows[image] = row
+        if not rows:
+            raise ValueError(f"{part} lists no images")
         if class_names is None:
-            columns = self.keys.label_column
-            names = (name for _, _, labels in rows for name in labels)
-            class_names = list(columns) if isinstance(columns, list | tuple) else sort_names(names, natural_order)
+            names = (name for row in rows.values() for name in row.labels)
+            class_names = sort_names(names, natural_order) if isinstance(given, str) else list(given)
         known = set(class_names)
-        for line, _, labels in rows:
-            if unknown := sorted(set(labels) - known):
+        for row in rows.values():
+            if unknown := sorted(set(row.labels) - known):
                 classes = name_some(class_names)
-                raise ValueError(f"{part}, line {line}: the label {unknown[0]!r} is not among {classes}")
-        _, paths, sets = zip(*rows, strict=True)
-        targets = targets_of(np.arange(len(rows)), sets, class_names, multi_label=self.keys.multi_label)
-        return FileSource(class_names, targets, paths)
-
-
-def _read_rows(path: Path, keys: ImageDataKeys) -> Iterator[tuple[int, str, Labels]]:
-    """The line, file and labels of each row. ValueError for rows without a label, and for files listed twice."""
-    given = keys.label_column or LABEL_COLUMN
-    columns = [given] if isinstance(given, str) else list(given)
-    seen: dict[str, int] = {}
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.DictReader(file, strict=True)
-        if missing := no_column(reader.fieldnames or [], (keys.file_column, *columns)):
-            raise ValueError(f"{path} has {missing}")
-        for row in reader:
-            line = reader.line_num
-            try:
-                if None in row:
-                    raise ValueError("too many cells")
-                image = str(path.parent / row[keys.file_column])  # "./a.png" and "a.png" are one file
-                if image in seen:
-                    raise ValueError(f"{row[keys.file_column]!r} is in line {seen[image]} already")
-                seen[image] = line
-                cells = [row[one] for one in columns]
-                labels = read_labels(cells, given, multi_label=keys.multi_label, delimiter=keys.label_delimiter)
-            except ValueError as error:
-                raise ValueError(f"{path}, line {line}: {error}") from None
-            yield line, image, labels
+                raise ValueError(f"{row.place.describe()}: the label {unknown[0]!r} is not among {classes}")
+        sets = [row.labels for row in rows.values()]
+        targets = targets_of(np.arange(len(rows)), sets, class_names, multi_label=several)
+        return FileSource(class_names, targets, list(rows))

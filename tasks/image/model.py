@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# The endings of files that hold only weights.
-_WEIGHTS = (".safetensors", ".pth", ".pt", ".bin", ".pth.tar")
+_WEIGHTS = (".safetensors", ".pth", ".pt", ".bin", ".pth.tar")  # the endings of files that hold only weights
 
 # Arguments of models that the data or other groups of a configuration determine.
 _OF_DATA = ("img_size", "in_chans", "num_classes", "mixer", "mixer_options")
@@ -98,8 +97,7 @@ class ImageModel(TaskModel):
     def _start_from_weights(self, model: nn.Module, config: Mapping[str, Any], info: DataInfo) -> None:
         """Load a file of weights with timm, which fits positions, patches and channels to the new model.
 
-        The head is new if the file has another number of classes. ValueError also for missing weights, which timm
-        ignores for some models.
+        The head is new for another number of classes. ValueError also for missing weights, which timm may ignore.
         """
         name, path = config["model"]["name"], config["init"]
         if TARGET in config["model"]:
@@ -132,14 +130,6 @@ class ImageModel(TaskModel):
         if count != info.num_classes:
             _log.warning("the head is new: there are %d classes, and the weights are of %d", info.num_classes, count)
 
-    def load_options(self, trained: DataInfo, changes: Mapping[str, Any]) -> dict[str, Any]:
-        size = changes.get("img_size")
-        return {} if size in (None, trained.img_size) else {"any_resolution": True}
-
-    def check_reads(self, model: nn.Module, trained: DataInfo, found: DataInfo) -> None:
-        if (found.in_chans, found.crop_mode) != (trained.in_chans, trained.crop_mode):
-            raise ValueError(f"the model reads data.in_chans={trained.in_chans}, with crop_mode={trained.crop_mode}")
-
 
 def _is_float(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
@@ -168,8 +158,7 @@ def _create(config: Mapping[str, Any], info: DataInfo, **weights: Any) -> nn.Mod
 def _create_own(config: Mapping[str, Any], info: DataInfo) -> nn.Module:
     """A model of the plug-in's class that `model._target_` names.
 
-    The constructor gets the other keys of `model`, the recipe's options, and `num_classes`, `in_chans` and `img_size`
-    if it takes them.
+    The constructor gets the keys of `model` and the recipe, and `num_classes`, `in_chans`, `img_size` if it takes them.
     """
     node = config["model"]
     taken = inspect.signature(find_class(node[TARGET], nn.Module, f"model.{TARGET}")).parameters
@@ -184,14 +173,10 @@ def _create_own(config: Mapping[str, Any], info: DataInfo) -> nn.Module:
 def state_data(model: nn.Module, info: DataInfo) -> None:
     """Write the preprocessing and the class names to timm's attributes of a model, which its files keep."""
     stated = {
-        "num_classes": info.num_classes,
+        **{name: getattr(info, name) for name in ("num_classes", "interpolation", "crop_pct", "crop_mode")},
+        **{name: tuple(getattr(info, name)) for name in ("mean", "std")},
         "label_names": tuple(info.class_names),
         "input_size": (info.in_chans, *info.sides),
-        "mean": tuple(info.mean),
-        "std": tuple(info.std),
-        "interpolation": info.interpolation,
-        "crop_pct": info.crop_pct,
-        "crop_mode": info.crop_mode,
     }
     # of the pretrained weights
     former = {key: value for key, value in stated_by(model).items() if not key.startswith(("test_", "label_"))}

@@ -18,8 +18,7 @@ from longseq.tasks.training.classifier import ClassifierModule, ClassReport
 from longseq.tasks.training.distributed import UpdateSum, count_processes
 from longseq.tasks.training.recipe import Training
 
-# The largest rounding error of a sum of probabilities in half precision.
-_ROUNDING = 0.02
+_ROUNDING = 0.02  # the largest rounding error of a sum of probabilities in half precision
 
 
 class ImageReport(ClassReport):
@@ -42,8 +41,7 @@ class ImageClassifier(ClassifierModule):
     than longseq's they include the samples that Lightning repeats to give all processes equally many.
 
     `mixing` makes the soft targets of a training batch; by default they are the labels. With `binary_cross_entropy` or
-    several labels, each class is a separate decision. Validation and test losses have no weights. `threshold` is as in
-    `ClassifierModule`.
+    several labels, each class is a decision. Evaluation has no weights. `threshold` is as in `ClassifierModule`.
 
     Batches of any loader are pairs (normalised images, labels), or dictionaries with the names of `read_batch`. Labels
     are class numbers `[B]`; or probabilities `[B, num_classes]`, which get the weights of the classes, but no smoothing
@@ -70,19 +68,12 @@ class ImageClassifier(ClassifierModule):
     ) -> None:
         if info is not None and info.num_classes != num_classes:
             raise ValueError(f"num_classes={num_classes}, and info has {info.num_classes} classes")
-        weights = None
+        weights = thresholds = None
         if info is not None:
-            multi_label, weights = multi_label or info.multi_label, info.class_weights
-        super().__init__(
-            backbone,
-            training,
-            num_classes=num_classes,
-            multi_label=multi_label,
-            chosen_metrics=chosen_metrics,
-            metric=metric,
-            threshold=threshold,
-            thresholds=None if info is None else info.thresholds,
-        )
+            multi_label, weights, thresholds = multi_label or info.multi_label, info.class_weights, info.thresholds
+        given: dict[str, Any] = {"chosen_metrics": chosen_metrics, "metric": metric, "threshold": threshold}
+        given |= {"num_classes": num_classes, "multi_label": multi_label, "thresholds": thresholds}
+        super().__init__(backbone, training, **given)
         self.info = info
         self.binary_cross_entropy = binary_cross_entropy
         self.mixing = mixing or BatchMixing(num_classes, seed=self.seed, multi_label=multi_label, class_weights=weights)
@@ -99,23 +90,13 @@ class ImageClassifier(ClassifierModule):
         cls, config: Mapping[str, Any], backbone: nn.Module, info: DataInfo, training: Training | None
     ) -> "ImageClassifier":
         task = config.get("task") or {}
-        given: dict[str, Any] = {
-            "num_classes": info.num_classes,
-            "multi_label": info.multi_label,
-            "chosen_metrics": task.get("metrics"),
-            "metric": task.get("metric"),
-        }
+        given: dict[str, Any] = {"num_classes": info.num_classes, "info": info, "metric": task.get("metric")}
+        given["chosen_metrics"] = task.get("metrics")
         if training is None:
-            return cls(backbone, **given, threshold=info.thresholds)
+            return cls(backbone, **given)
         loss, augment = config["recipe"]["loss"], config["recipe"]["augment"]
-        mixing = BatchMixing(
-            info.num_classes,
-            seed=training.seed,
-            label_smoothing=loss["label_smoothing"],
-            class_weights=info.class_weights,
-            multi_label=info.multi_label,
-            **augment.get("mixing", {}),
-        )
+        options = {"class_weights": info.class_weights, "multi_label": info.multi_label, **augment.get("mixing", {})}
+        mixing = BatchMixing(info.num_classes, seed=training.seed, label_smoothing=loss["label_smoothing"], **options)
         given |= {"threshold": task.get("threshold"), "binary_cross_entropy": loss.get("bce", False)}
         return cls(backbone, **given, training=training, mixing=mixing)
 

@@ -15,9 +15,11 @@ from longseq.tasks.data.loader import share_memory
 from longseq.tasks.data.module import NO_DETAILS, TOP_K, Inputs, Prediction, Unreadable, decided_details, predictions_of
 from longseq.tasks.image.config import DataInfo
 from longseq.tasks.image.datasets import EvaluationBatches
-from longseq.tasks.image.files import FileSource, find_images
+from longseq.tasks.image.decoding import is_image
+from longseq.tasks.image.files import FileSource
 from longseq.tasks.image.sources import Split
 from longseq.tasks.image.transforms import evaluation_transform, normalize
+from longseq.tasks.text.sources import files_below
 
 _log = logging.getLogger(__name__)
 
@@ -29,18 +31,14 @@ class ImageFiles(Inputs):
     without an image ending are left out. ValueError if there are no images.
     """
 
-    def __init__(self, path: str, info: DataInfo) -> None:
+    def __init__(self, path: str, info: DataInfo, keys: Predict | None = None) -> None:
         root = Path(path)
-        self.paths = [str(root)] if root.is_file() else sorted(find_images(str(root)))
+        self.paths = [str(root)] if root.is_file() else sorted(filter(is_image, files_below(root)))
         if not self.paths:
             raise ValueError(f"input={path} holds no images")
         split = Split.whole(FileSource([], np.zeros(len(self.paths), np.int64), self.paths))
         self.info, self.batches = info, EvaluationBatches(split, evaluation_transform(info), info)
         self.details = decided_details(info)
-
-    @classmethod
-    def open(cls, path: str, info: DataInfo, keys: Predict) -> ImageFiles:
-        return cls(path, info)
 
     def predict(self, model: nn.Module, keys: Predict) -> Iterator[Prediction | Unreadable]:
         info, device = self.info, next(model.parameters()).device

@@ -58,13 +58,7 @@ class Split:
         return zlib.crc32("\n".join(sorted(lines)).encode(errors="surrogateescape"))
 
 
-@dataclass(frozen=True)
-class Splits:
-    """The three splits; `validation` and `test` may be the same images."""
-
-    train: Split
-    validation: Split
-    test: Split
+Splits = Mapping[str, Split]  # of train, val and test; the last two may be the same images
 
 
 class HubSource:
@@ -190,7 +184,7 @@ def digits() -> Splits:
     source = DatasetSource(dataset, "digits", num_classes=None)
     rest, test = split_off(Split.whole(source), 0.2, seed=0)
     train, validation = split_off(rest, 0.1, seed=1)
-    return Splits(train, validation, test)
+    return {"train": train, "val": validation, "test": test}
 
 
 def require_root(root: str | None) -> str:
@@ -251,8 +245,7 @@ def require_one_class_list(keys: ImageDataKeys, root: str | None) -> None:
     """ValueError if the files of hfds/PATH or hfids/PATH number the classes differently."""
     prefix, _, path = keys.source.partition("/")
     if prefix in ("hfds", "hfids"):
-        splits = [name for key in SPLIT_KEYS.values() if (name := getattr(keys, key)) is not None]
-        require_one_list(f"data.source={keys.source}", path, splits, root=root)
+        require_one_list(f"data.source={keys.source}", path, root=root)
 
 
 def is_stream(source: str) -> bool:
@@ -263,8 +256,7 @@ def is_stream(source: str) -> bool:
 def open_stream(keys: ImageDataKeys, root: str | None, split: str, *, batch_size: int, seed: int) -> Any:
     """timm's IterableImageDataset of a split (train, validation, test); without a test split, the validation.
 
-    Adds to its reader `shards`, the number of files, and the class names that a Hugging Face data set declares.
-    FileNotFoundError for local shards that are missing.
+    Its reader gets `shards`, their number, and declared class names. FileNotFoundError for missing local shards.
     """
     kind, training = keys.source.partition("/")[0], split == "train"
     name = getattr(keys, SPLIT_KEYS[split]) or keys.val_split

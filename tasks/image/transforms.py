@@ -1,7 +1,5 @@
 """Transforms of images, PIL to uint8 on the host and float32 on the device; Mixup and CutMix of batches."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -59,15 +57,11 @@ def training_steps(
         (3, info.side, info.side),
         is_training=True,
         separate=True,
-        scale=augmentation.scale,
-        ratio=augmentation.ratio,
-        hflip=augmentation.hflip,
-        vflip=augmentation.vflip,
         color_jitter=augmentation.color_jitter or None,  # type: ignore[arg-type]
-        auto_augment=augmentation.auto_augment,
         interpolation=info.interpolation,
         mean=tuple((info.mean * 3)[:3]),
         std=tuple((info.std * 3)[:3]),
+        **augmentation.model_dump(include={"scale", "ratio", "hflip", "vflip", "auto_augment"}),
     )
     geometry = crop.transforms
     if augmentation.crop == "center":
@@ -98,14 +92,9 @@ def evaluation_transform(info: DataInfo) -> transforms.Compose:
     The short side is resized to img_size / crop_pct, and the centre is cut out. With `crop_mode` squash both sides are
     resized to it; with border the long one, and the mean fills the rest. A crop_pct above 1 adds a black border.
     """
-    resize, cut, _ = create_transform(
-        (3, *info.sides),
-        interpolation=info.interpolation,
-        crop_pct=info.crop_pct,
-        crop_mode=info.crop_mode,
-        mean=tuple(info.mean),
-        normalize=False,
-    ).transforms
+    options: dict[str, Any] = {name: getattr(info, name) for name in ("interpolation", "crop_pct", "crop_mode")}
+    whole = create_transform((3, *info.sides), mean=tuple(info.mean), normalize=False, **options)
+    resize, cut, _ = whole.transforms
     return transforms.Compose([_final_mode(info), resize, cut, pil_to_tensor])
 
 
@@ -183,8 +172,7 @@ class BatchMixing:
         """Mix in place: images [B, C, H, W] float, targets [B] int or with `multi_label` [B, classes] of 0 and 1.
 
         Returns the images, soft targets [B, classes], and the weights of the losses: [B, 1] of images, [B, classes] of
-        decisions about labels, or None if all are 1. `update` and `part` are as in `TrainedModule.seed_batch`.
-        timm refuses an odd B.
+        decisions about labels, or None if all are 1. `update` and `part` are as in `seed_batch`. timm needs an even B.
         """
         if self._mixup is not None and self._class_weights is None and not self.multi_label:
             return *self._mix(self._mixup, images, targets, update, part), None

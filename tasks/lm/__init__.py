@@ -5,12 +5,12 @@ from longseq.tasks.registry import Task
 
 def task() -> Task:
     """The five parts of the task."""
-    from longseq.tasks.lm import config, data, model, module, report
+    from longseq.tasks.lm import config, data, model, module
 
     return Task(
-        config=config.LanguageModelKeys(),
-        data=data.LanguageModelData,
-        model=model.LanguageModel(),
-        module=module.LanguageModelTask,
-        report=report.LanguageModelReport(),
+        config.LanguageModelKeys(),
+        data.LanguageModelData,
+        model.LanguageModel(),
+        module.LanguageModelTask,
+        module.LanguageModelReport(),
     )

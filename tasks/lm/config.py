@@ -12,17 +12,12 @@ from longseq.tasks.training.configuration import TokenModelKeys
 
 Part = Annotated[float, Field(ge=0, le=1)]
 
-# The sources that read a key; all of them read the others.
-READ_BY: dict[str, tuple[str, ...]] = {
-    "root": ("files", "tokens"),
-    "weights": ("files", "tokens"),
-    "tokenizer": ("files",),
-    "separator": ("files",),
-    "column": ("files",),
-    "prompt_column": ("files",),
-    "validation": ("standard_library", "files"),
-    "test": ("standard_library", "files"),
-    "cache": ("standard_library", "files"),
+_ROOTS, _PREPARED = ("root", "weights"), ("validation", "test", "cache")
+# The keys that not all sources read, by source.
+READS = {
+    "standard_library": _PREPARED,
+    "tokens": _ROOTS,
+    "files": (*_ROOTS, *_PREPARED, "tokenizer", "separator", "column", "prompt_column"),
 }
 
 
@@ -54,8 +49,8 @@ class TextDataKeys(Keys):
     def _agree(self) -> TextDataKeys:
         if self.root is None and self.source in ("tokens", "files"):
             raise ValueError(f"data={self.name} reads a folder or a file: give data.root=PATH")
-        for name, sources in READ_BY.items():
-            if getattr(self, name) is not None and self.source not in sources:
+        for name in READS["files"]:
+            if getattr(self, name) is not None and name not in READS[self.source]:
                 raise ValueError(f"{name} is not read by source={self.source}: set data.{name}=null")
         if (self.validation or 0) + (self.test or 0) > 1:
             raise ValueError("validation and test are more than the text")

@@ -12,7 +12,7 @@ from longseq.tasks.config import read
 from longseq.tasks.data.info import STAGES
 from longseq.tasks.data.loader import BatchLoader, TrainingLoader, find_place
 from longseq.tasks.data.module import TaskData, refuse_larger_shares, same_root
-from longseq.tasks.lm.config import READ_BY, TextDataKeys
+from longseq.tasks.lm.config import READS, TextDataKeys
 from longseq.tasks.text.prepare import describe, plan_of, prepare, tokenizer_of
 from longseq.tasks.text.sources import STREAM, TEXT, Columns, Part, find_parts, group_files, standard_library_files
 from longseq.tasks.text.store import MANIFEST, TokenStore, in_cache, open_store
@@ -28,8 +28,7 @@ from longseq.tasks.text.windows import (
     Windows,
 )
 from longseq.tasks.training.checkpoint import WINDOW
-from longseq.tasks.training.system import write_text
-from longseq.tokenizer_files import TOKENIZER_FILE, find_start, same_tokenizer, tokenizer_files
+from longseq.tokenizer_files import find_start, same_tokenizer
 
 _log = logging.getLogger(__name__)
 
@@ -41,8 +40,7 @@ class LanguageModelData(TaskData):
 
     `source` is `tokens` (folders of `longseq prepare`), `files` (text, read as by `longseq prepare`), or
     `standard_library` (Python's own modules). Text is prepared once and kept in `cache`; `validation` and `test` are
-    shares of its documents (see `longseq.tasks.text.prepare.split_numbers`). Several roots are mixed by `weights`;
-    without weights an epoch reads each of them once.
+    shares of its documents (see `split_numbers`). An epoch mixes several roots by `weights`, or reads each once.
 
     `packing=concatenated` cuts documents that are put end to end; `documents` packs whole documents by best fit and
     cuts only those that are longer than a window; `streams` carries the state from window to window (truncated
@@ -58,6 +56,7 @@ class LanguageModelData(TaskData):
         # Streams of an evaluation over all devices: as many as in training, since each begins without a state.
         self._streams: int | None = None
         self._start: int | None = None  # the token that begins a document; None: the separator, as in training
+        self._tokenizer: Mapping[str, Any] | None = None  # of files, by default
         self._stages: tuple[str, ...] = tuple(STAGES)  # their splits must not be empty
         self._stores: list[TokenStore] = []
         self._windows: dict[str, list[Windows]] = {}
@@ -68,9 +67,9 @@ class LanguageModelData(TaskData):
         keys = read(TextDataKeys, config["data"], "data")
         if batch_size % keys.window:
             raise ValueError(f"a device's batch of {batch_size} tokens has no whole windows of {keys.window}")
-        if keys.source == "files" and keys.tokenizer is None:
-            keys = _with_tokenizer(keys, tokenizer_of(config.get("init")))
         datamodule = cls(keys, batch_size=batch_size // keys.window, seed=config["seed"])
+        if keys.source == "files" and keys.tokenizer is None:
+            datamodule._tokenizer = tokenizer_of(config.get("init"))
         datamodule.setup()
         return datamodule
 
@@ -80,11 +79,9 @@ class LanguageModelData(TaskData):
     ) -> LanguageModelData:
         own = config.get("data") or {"name": "given", "window": trained.window}
         if changes.get("source", own.get("source")) != own.get("source"):
-            own = {key: None if key in READ_BY else value for key, value in own.items()}
+            own = {key: None if key in READS["files"] else value for key, value in own.items()}
         # Weights are for training, and another root may have another number of entries.
         keys = read(TextDataKeys, {**own, "weights": None, **changes}, "data")
-        if keys.source == "files" and keys.tokenizer is None:
-            keys = _with_tokenizer(keys, trained.tokenizer)
         run = read(TextDataKeys, config["data"], "data") if config.get("data") else None
         if run is not None and run.source == keys.source and same_root(run.root, keys.root):
             refuse_larger_shares({STAGES[split]: fractions_of(keys)[STAGES[split]]}, fractions_of(run))
@@ -92,10 +89,12 @@ class LanguageModelData(TaskData):
         longest = trained.window if run is not None or keys.packing == "streams" else min(trained.window, WINDOW)
         rows = max(1, batch_size * longest // keys.window)
         datamodule = cls(keys, batch_size=rows, seed=config.get("seed", 0))
-        datamodule._stages = (split,)
+        datamodule._stages, datamodule._tokenizer = (split,), trained.tokenizer
         if keys.packing == "streams" and (own.get("packing"), own.get("window")) == (keys.packing, keys.window):
             datamodule._streams = ((config.get("recipe") or {}).get("batch_size") or 0) // keys.window or None
         datamodule.setup()
+        if not same_tokenizer(datamodule.info.tokenizer, trained.tokenizer):
+            raise ValueError("the data has another tokenizer than the model was trained with")
         datamodule._start = find_start(trained.tokenizer)
         return datamodule
 
@@ -107,7 +106,7 @@ class LanguageModelData(TaskData):
     def setup(self, stage: str | None = None) -> None:
         if self._stores:
             return
-        self._stores = open_corpora(self.keys)
+        self._stores = open_corpora(self.keys, self._tokenizer)
         first = self._stores[0]
         if not all(same_tokenizer(other.tokenizer, first.tokenizer) for other in self._stores):
             raise ValueError("the folders of data.root were prepared with different tokenizers")
@@ -134,14 +133,9 @@ class LanguageModelData(TaskData):
         return self.training_loader(self._batches("train", self.batch_size), self.training_sampler())
 
     def _batches(self, stage: str, rows: int) -> WindowBatches:
-        return WindowBatches(
-            self._windows[stage],
-            rows,
-            separator=self.info.separator,
-            start=self._start,
-            reset_state=self.keys.reset_state,
-            carries=self.keys.packing == "streams",
-        )
+        options: dict[str, Any] = {"separator": self.info.separator, "start": self._start}
+        carries, resets = self.keys.packing == "streams", self.keys.reset_state
+        return WindowBatches(self._windows[stage], rows, reset_state=resets, carries=carries, **options)
 
     def evaluation_loader(self, stage: str) -> BatchLoader:
         rank, world_size, _ = find_place(self.trainer)
@@ -161,33 +155,24 @@ class LanguageModelData(TaskData):
         return MixedSampler(cut, self.batch_size, weights=self.keys.weights, seed=self.seed, **place)
 
 
-def _with_tokenizer(keys: TextDataKeys, tokenizer: Mapping[str, Any] | None) -> TextDataKeys:
-    """The keys with the tokenizer of a model, if there is one: `bytes`, or a folder in the cache with its files."""
-    if tokenizer is None:
-        return keys
-
-    def write(folder: Path) -> None:
-        for name, text in reversed(tokenizer_files(tokenizer).items()):  # tokenizer.json last
-            write_text(folder / name, text)
-
-    choice = "bytes"
-    if tokenizer["kind"] != "bytes":
-        choice = str(in_cache("tokenizer", dict(tokenizer), keys.cache, TOKENIZER_FILE, write))
-    return keys.model_copy(update={"tokenizer": choice})
-
-
-def open_corpora(keys: TextDataKeys) -> list[TokenStore]:
-    """One corpus for each entry of `data.root`, or the only one."""
+def open_corpora(keys: TextDataKeys, tokenizer: Mapping[str, Any] | None = None) -> list[TokenStore]:
+    """One corpus for each entry of `data.root`, or the only one; files have by default a model's `tokenizer`."""
     if keys.source == "standard_library":
-        return [_prepared(keys.source, list(group_files(standard_library_files(), format="python")), TEXT, keys)]
+        parts = list(group_files(standard_library_files(), format="python"))
+        return [_prepared(keys.source, parts, TEXT, keys, "bytes")]
     roots = [keys.root] if isinstance(keys.root, str) else keys.root or []
     if keys.source == "tokens":
         return [open_store(root, check=keys.check) for root in roots]
     columns = Columns(keys.column or TEXT.text, keys.prompt_column)
+    # Not how the model begins and ends a text: it is trained on documents between separators.
+    own = {name: value for name, value in (tokenizer or {}).items() if name in ("kind", "separator", "json")}
+    if keys.separator is not None and "json" in own:
+        own["separator"] = keys.separator
+    choice: str | Mapping[str, Any] = keys.tokenizer or own or "bytes"
     stores = []
     for root in roots:
         path = root if root.startswith(STREAM) else os.path.realpath(root)
-        stores.append(_prepared(Path(root).resolve().stem, find_parts([path], columns), columns, keys))
+        stores.append(_prepared(Path(root).resolve().stem, find_parts([path], columns), columns, keys, choice))
     return stores
 
 
@@ -197,9 +182,11 @@ def fractions_of(keys: TextDataKeys) -> dict[str, float]:
     return {split: _FRACTION if share is None else share for split, share in shares.items()}
 
 
-def _prepared(name: str, parts: Sequence[Part], columns: Columns, keys: TextDataKeys) -> TokenStore:
+def _prepared(
+    name: str, parts: Sequence[Part], columns: Columns, keys: TextDataKeys, tokenizer: str | Mapping[str, Any]
+) -> TokenStore:
     """The tokens of text, prepared unless the cache has them."""
-    how: Any = {"columns": columns, "tokenizer": keys.tokenizer or "bytes", "separator": keys.separator}
+    how: Any = {"columns": columns, "tokenizer": tokenizer, "separator": keys.separator}
     how["fractions"] = fractions_of(keys)
 
     def write(folder: Path) -> None:

@@ -1,7 +1,5 @@
 """Losses of language models: metrics over batches, and log-probabilities of texts and continuations, many at once."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -17,11 +15,6 @@ from longseq.state import select_state
 
 PIECE_TOKENS = 1 << 16  # tokens that a model reads at a time, over all rows; they bound the memory
 _GROUPS = 32  # of positions: 0, 1, 2 to 3, 4 to 7, ...; the last one has all from 2^30 on
-
-
-def perplexity_of(loss: float) -> float:
-    """The exponential of the mean loss of a token; infinite where it overflows."""
-    return math.inf if loss > 709 else math.exp(loss)
 
 
 class TokenLoss(Metric):
@@ -82,7 +75,8 @@ class LossByPosition(TokenLoss):
         for group, (loss, count) in enumerate(self.compute().T.tolist()):
             if count:
                 first, last = (2 ** (group - 1) if group else 0), 2**group - 1
-                rows.append({"from": first, "to": last, "perplexity": perplexity_of(loss), "tokens": int(count)})
+                perplexity = math.inf if loss > 709 else math.exp(loss)  # where it would overflow
+                rows.append({"from": first, "to": last, "perplexity": perplexity, "tokens": int(count)})
         return rows
 
 
@@ -103,8 +97,7 @@ class Likelihood(NamedTuple):
 def document_rows(model: TokenBackbone, tokens: Sequence[int]) -> list[Row]:
     """Rows that together score the tokens of a document after the first one.
 
-    A model with learned positions reads windows of `max_length` tokens; the last one overlaps the one before. Other
-    models read the document whole.
+    With learned positions, windows of `max_length` tokens are read, of which the last overlaps; otherwise the whole.
     """
     most = model.max_length
     if most is None or len(tokens) - 1 <= most:

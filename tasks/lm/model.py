@@ -1,7 +1,5 @@
 """The models of this task, and the state that a stream carries from one batch to the next."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,7 +14,6 @@ from longseq.tasks.text.tokenizer import TextInfo
 from longseq.tasks.text.windows import TokenInputs
 from longseq.tasks.training.checkpoint import Loaded
 from longseq.tasks.training.token_model import TokenModel, build_token_model, check_tokenizer
-from longseq.tokenizer_files import same_tokenizer
 
 
 class LanguageModel(TokenModel):
@@ -30,16 +27,11 @@ class LanguageModel(TokenModel):
         check_tokenizer(loaded, info.tokenizer)
         super().start_from(model, loaded, info)
 
-    def check_reads(self, model: Any, trained: TextInfo, found: TextInfo) -> None:
-        if not same_tokenizer(found.tokenizer, trained.tokenizer):
-            raise ValueError("the data has another tokenizer than the model was trained with")
-
 
 class CarriedState:
     """The recurrent state of each row of a batch, for the batch that continues the rows; `saved` are its `tensors`.
 
-    Gradients end where a batch begins (truncated backpropagation through time). ValueError for a model whose state
-    grows with every token.
+    Gradients end where a batch begins (truncated backpropagation through time). ValueError for a growing state.
     """
 
     def __init__(self, model: Any, saved: Sequence[Tensor] = ()) -> None:

@@ -1,4 +1,4 @@
-"""The Lightning module of language models: predict the next token at each position."""
+"""The Lightning module of language models, which predict the next token at each position, and the report of a run."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from longseq.backbones.tokens import TokenBackbone
+from longseq.blocks.sharding import has_shards
 from longseq.kernels.packing import Packing
 from longseq.tasks.data.loader import find_entry, read_mask
 from longseq.tasks.lm.likelihood import LossByPosition, TokenLoss, to_bits
 from longseq.tasks.lm.model import CarriedPositions, CarriedState
+from longseq.tasks.report import Report
 from longseq.tasks.text.tokenizer import TextInfo
 from longseq.tasks.text.windows import IGNORED, TokenBatch, TokenInputs
+from longseq.tasks.training.callbacks.kernels import evaluating
 from longseq.tasks.training.module import TrainedModule
 from longseq.tasks.training.recipe import Training
 from longseq.tasks.training.token_model import PluginMixers
 
-# The state of streams in a checkpoint, one entry for each process.
-_CARRIED = "carried_state"
+_CARRIED = "carried_state"  # the state of streams in a checkpoint, one entry for each process
+_SAMPLE = 400  # tokens of the sample that a run prints at its end
 
 
 class LanguageModelTask(TrainedModule):
@@ -30,8 +33,7 @@ class LanguageModelTask(TrainedModule):
 
     Logs `train/{loss,lr}` and `{val,test}/{loss,perplexity,bits_per_byte}`. An update minimises `train/loss`, the mean
     over all of its targets, with the penalty on the normalisers of the scores (PaLM, Chowdhery et al., 2022, section 5)
-    of weight `z_loss`. After a validation or test `by_position` has the perplexity by the position of a token in its
-    sequence (see `LossByPosition`).
+    of weight `z_loss`. After an evaluation `by_position` has the perplexity by position (see `LossByPosition`).
 
     Other loaders' batches are rows of tokens (see `read_batch`), which have no bits per byte. Without `info`, and its
     tokenizer, the commands of longseq cannot use the checkpoint for text.
@@ -148,16 +150,6 @@ class LanguageModelTask(TrainedModule):
 
     on_test_epoch_end = on_validation_epoch_end
 
-    def observe(self, batch: TokenBatch, examples: int | None = None) -> Tensor:
-        """The features of the first windows of a batch; None: of all."""
-        assert isinstance(self.backbone, TokenBackbone)
-        tokens, mask = batch[0].tokens, batch[0].mask
-        window = self.info.window if self.info else tokens.shape[1]
-        rows = tokens.reshape(-1, window) if tokens.shape[1] % window == 0 else tokens
-        padding = None if mask is None else mask.reshape(rows.shape)[:examples]
-        features, _ = self.backbone.forward_features(rows[:examples], mask=padding, output_final_state=False)
-        return features
-
     def count_flops(self, batch: TokenBatch) -> int:
         """The operations of a training step: three forward passes over the documents, without recomputation."""
         inputs = batch[0]
@@ -216,3 +208,30 @@ class LanguageModelTask(TrainedModule):
             metric.update(total, inputs.byte_count if name == "bits_per_byte" else inputs.units)
             self.log(f"{stage}/{name}", metric, on_step=False, on_epoch=True)
         self._positions.update(losses, self._places.count(inputs), targets != IGNORED)
+
+
+class LanguageModelReport(Report):
+    """Adds the perplexity by position, a sample, and the command that generates text."""
+
+    headline = ("bits_per_byte", "perplexity", "loss")
+
+    def extras(self, module: LanguageModelTask, info: TextInfo, split: str) -> dict[str, Any]:
+        return {f"{split}/perplexity_by_position": module.by_position}
+
+    def closing(self, module: LanguageModelTask, info: TextInfo) -> str | None:
+        """A text from the start of a document; none of a model whose parameters are sharded."""
+        model: Any = module.backbone
+        if has_shards(model):
+            return None
+        tokens = _SAMPLE if model.max_length is None else min(_SAMPLE, model.max_length - 1)  # the separator takes one
+        device = next(model.parameters()).device
+        start = torch.tensor([[info.separator]], device=device)
+        generator = torch.Generator(device).manual_seed(0)
+        with evaluating(model):
+            written = model.generate(start, tokens, temperature=0.8, generator=generator)[0, 1:].tolist()
+        end = written.index(info.separator) if info.separator in written else len(written)
+        text = info.make_tokenizer().decode(written[:end])
+        return f"\nThe model writes, from the start of a document:\n\n{text}"
+
+    def next_commands(self, checkpoint: str) -> list[str]:
+        return [*super().next_commands(checkpoint), f"longseq generate {checkpoint} prompt=TEXT"]

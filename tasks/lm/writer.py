@@ -109,8 +109,7 @@ def draw_tokens(writing: Continuation, count: int) -> Iterator[list[int]]:
 class Written:
     """A text after the prompt `read`, which ends at an end-of-text token or before a stop string.
 
-    `number` seeds the draws; `tokens` and `text` are what is written. `reason` is length, end or stop, and None until
-    the text ends.
+    `number` seeds the draws; `tokens` and `text` are what is written. `reason` is length, end or stop at the end.
     """
 
     reason: str | None = None

@@ -7,10 +7,4 @@ def task() -> Task:
     """The five parts of the task."""
     from longseq.tasks.probe import config, data, module
 
-    return Task(
-        config=config.ProbeKeys(),
-        data=data.ProbeDataModule,
-        model=module.ProbeModel(),
-        module=module.ProbeTask,
-        report=module.ProbeReport(),
-    )
+    return Task(config.ProbeKeys(), data.ProbeDataModule, module.ProbeModel(), module.ProbeTask, module.ProbeReport())

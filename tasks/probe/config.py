@@ -1,7 +1,5 @@
 """The configuration keys of probes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Any
 

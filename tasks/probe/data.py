@@ -20,8 +20,7 @@ from longseq.tasks.data.sampler import EvaluationSampler, UpdateSampler, derive_
 from longseq.tasks.probe.config import ProbeDataKeys
 from longseq.tasks.probe.generators import GENERATORS, generator_options
 
-# Keys of a slice that are not options of its generator.
-_OWN_KEYS = ("samples", "name")
+_OWN_KEYS = ("samples", "name")  # keys of a slice that are not options of its generator
 
 
 class Slice(NamedTuple):
@@ -118,8 +117,7 @@ class SliceBatches(Dataset[Batch]):
 class MixtureSampler(UpdateSampler[BatchIndices]):
     """Yields the rows of each batch, all of one slice.
 
-    An epoch shuffles each slice, cuts it into effective batches, and shuffles the effective batches of all slices.
-    ValueError for a slice that is smaller than an effective batch.
+    An epoch shuffles each slice, cuts it into effective batches, and shuffles these. ValueError for a smaller slice.
     """
 
     def __init__(self, sizes: Sequence[int], batch_size: int, *, seed: int, **place: int) -> None:
@@ -192,13 +190,12 @@ class ProbeDataModule(TaskData):
 
     Each of `train`, `validation` and `test` is a list of slices: `samples`, an optional `name`, and options of the
     generator that replace `options`. `draw_seed` decides the samples and `seed` only their order, so that runs with
-    different seeds share the samples; none occurs twice. Batches are (tokens `[B, T]`, ProbeTargets),
-    gathered from tensors on the device.
+    different seeds share the samples; none occurs twice. Batches are (tokens `[B, T]`, ProbeTargets) on the device.
     """
 
     keys_class, info_class = ProbeDataKeys, ProbeInfo
 
-    _slices: Mapping[str, list[Slice]] = {}  # of each stage; set by `setup`
+    slices: Mapping[str, list[Slice]] = {}  # of train, val and test; set by `setup`
 
     @classmethod
     def for_evaluation(
@@ -219,18 +216,14 @@ class ProbeDataModule(TaskData):
     def tokens_per_epoch(self) -> int:
         sampler = self.training_sampler()
         size = sampler.effective_batch_size
-        return sum(len(one.tokens) // size * size * one.tokens.shape[1] for one in self.slices("train"))
-
-    def slices(self, stage: str) -> list[Slice]:
-        """The slices of train, val or test; available after `setup`."""
-        return self._slices[stage]
+        return sum(len(one.tokens) // size * size * one.tokens.shape[1] for one in self.slices["train"])
 
     def setup(self, stage: str | None = None) -> None:
-        if self._slices:
+        if self.slices:
             return
         keys = self.keys
         described = {stage: getattr(keys, split) for stage, split in STAGES.items()}
-        self._slices = found = make_splits(keys.generator, keys.options, described, seed=keys.draw_seed)
+        self.slices = found = make_splits(keys.generator, keys.options, described, seed=keys.draw_seed)
         self._info = ProbeInfo(
             generator=keys.generator,
             vocab_size=(generator_options(keys.generator) | keys.options)["vocab_size"],
@@ -245,14 +238,14 @@ class ProbeDataModule(TaskData):
 
     def evaluation_loader(self, stage: str) -> BatchLoader:
         rank, world_size, _ = find_place(self.trainer)
-        sizes = [len(one.tokens) for one in self.slices(stage)]
+        sizes = [len(one.tokens) for one in self.slices[stage]]
         sampler = SliceSampler(sizes, self.eval_batch_size, rank=rank, world_size=world_size)
         return BatchLoader(self._batches(stage), sampler)
 
     def training_sampler(self) -> MixtureSampler:
-        sizes = [len(one.tokens) for one in self.slices("train")]
+        sizes = [len(one.tokens) for one in self.slices["train"]]
         return MixtureSampler(sizes, self.batch_size, seed=self.seed, **find_place(self.trainer)._asdict())
 
     def _batches(self, stage: str) -> SliceBatches:
         device = torch.device("cpu") if self.trainer is None else self.trainer.strategy.root_device
-        return SliceBatches([one.to(device) for one in self.slices(stage)])
+        return SliceBatches([one.to(device) for one in self.slices[stage]])

@@ -6,8 +6,6 @@ Source of MAD's tasks, from `selective_copying` to `compression`: Mechanistic De
 (Poli et al., 2024), section 3.1 and appendix B.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable, Sequence
@@ -74,8 +72,7 @@ def mqar_vla(
 
     The answer at each key after the separator is its value. Keys are distinct tokens of `keys = [low, high)`, by
     default all tokens but the separator; values are any tokens but the separator. `tokens` is 3n + 1 by default. With
-    more, random tokens other than the sample's keys fill the space before the separator (the paper does not specify a
-    filler).
+    more, random tokens other than the sample's keys fill the space before the separator (not specified in the paper).
 
     Source: Variational Linear Attention, section 5.2 and figure 1.
     """
@@ -146,8 +143,7 @@ def selective_copying(
 ) -> Samples:
     """Tokens among blanks, a copy sign, then blanks whose answers are the tokens in order.
 
-    The tokens are at uniformly random positions among the first `tokens - copied - 1`. Blank and copy sign are the last
-    two tokens of the vocabulary.
+    Tokens are at random positions among the first `tokens - copied - 1`; blank and copy sign are the last two tokens.
     """
     context = tokens - copied - 1
     blank, sign = vocab_size - 2, vocab_size - 1
@@ -210,8 +206,7 @@ def fuzzy_recall(
 
     Keys have `shortest_key` to `key_size` tokens and values one to `value_size`, all sizes equally likely; the tokens
     of a key or value are distinct. MAD trains with keys of every size and tests with the longest. The last pair repeats
-    a key that was shown. The sequence is padded on the left with the last token of the vocabulary. `label_all` is as
-    for `recall`.
+    a key that was shown. Padding, on the left, is the last token of the vocabulary. `label_all` is as for `recall`.
     """
     words = vocab_size - 1
     half = words // 2
@@ -403,26 +398,15 @@ def _canonical(targets: Integers) -> Integers:
     return np.where(ordered >= 0, number[rows[:, None, None], ordered], -1)
 
 
-GENERATORS: dict[str, Callable[..., Samples]] = {
-    "compression": compression,
-    "copy": copy,
-    "fuzzy_recall": fuzzy_recall,
-    "listops": listops,
-    "memorization": memorization,
-    "mqar": mqar,
-    "mqar_vla": mqar_vla,
-    "recall": recall,
-    "regbench": regbench,
-    "selective_copying": selective_copying,
-    "state_tracking": state_tracking,
-}
+_MAD = (compression, fuzzy_recall, memorization, recall, selective_copying)
+_ALL = (copy, listops, mqar, mqar_vla, regbench, state_tracking, *_MAD)
+GENERATORS: dict[str, Callable[..., Samples]] = {generator.__name__: generator for generator in _ALL}
 
 
 def register(name: str) -> Callable[[Generator], Generator]:
     """Register a generator for `task=probe data=NAME`; its keyword-only arguments are `data.options`.
 
-    All have defaults, and one is `vocab_size`. A file `conf/data/NAME.yaml` overrides `preset(NAME)`. ValueError for a
-    name that is taken.
+    All have defaults; one is `vocab_size`. `conf/data/NAME.yaml` overrides `preset(NAME)`. ValueError for a taken name.
     """
 
     def enter(generator: Generator) -> Generator:
@@ -436,16 +420,10 @@ def register(name: str) -> Callable[[Generator], Generator]:
 
 def preset(name: str) -> dict[str, Any]:
     """The config group `data` of a generator without a file: its defaults, and mqar's numbers of samples."""
-    return {
-        "name": name,
-        "generator": name,
-        "options": generator_options(name),
-        "train": [{"samples": 10000}],
-        "validation": [{"samples": 500}],
-        "test": [{"samples": 1000}],
-        "eval_batch_size": 250,
-        "draw_seed": 0,
-    }
+    sizes = {"train": 10_000, "validation": 500, "test": 1_000}
+    slices = {split: [{"samples": count}] for split, count in sizes.items()}
+    own = {"name": name, "generator": name, "options": generator_options(name)}
+    return {**own, **slices, "eval_batch_size": 250, "draw_seed": 0}
 
 
 def generator_options(name: str) -> dict[str, Any]:

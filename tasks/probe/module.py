@@ -40,8 +40,7 @@ class ProbeTask(TrainedModule):
     Logs `train/{loss,lr}` and `{val,test}/{loss,accuracy,sequence_accuracy}`: the share of right answers, and the share
     of sequences without a wrong answer, among sequences with a question. With several slices, it also logs
     `accuracy_SLICE` for each. Where the generator allows several answers, each of them is right. The head reads only
-    the positions of questions, since scores of a large vocabulary take most of the memory. `slices` names the slices of
-    val and test.
+    the positions of questions, since large vocabularies take memory. `slices` names the slices of val and test.
     """
 
     def __init__(
@@ -69,6 +68,9 @@ class ProbeTask(TrainedModule):
         features, _ = self.backbone.forward_features(tokens, output_final_state=False)  # type: ignore[operator]
         index = places.unsqueeze(-1).expand(-1, -1, features.shape[-1])
         return self.backbone.forward_head(features.gather(1, index))  # type: ignore[operator]
+
+    def preview(self, batch: Batch) -> Tensor:
+        return self(batch[0], batch[1].places)  # type: ignore[no-any-return]
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         self.seed_batch(batch_idx)

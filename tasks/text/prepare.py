@@ -1,10 +1,7 @@
 """`longseq prepare`: text becomes a folder of tokens (see `longseq.tasks.text.store`).
 
-Processes encode the parts of the input in parallel; one process writes them in the order of the input, without
-duplicates.
+Processes encode the parts of the input in parallel; one writes them in the order of the input, without duplicates.
 """
-
-from __future__ import annotations
 
 import hashlib
 import json
@@ -48,15 +45,10 @@ def run(cfg: DictConfig) -> None:
     keys = read_command(Prepare, cfg)
     columns = Columns(keys.column, keys.prompt_column)
     inputs = [keys.input] if isinstance(keys.input, str) else keys.input
-    manifest = prepare(
-        find_parts(inputs, columns, whole_files=keys.whole_files),
-        Path(keys.output),
-        columns=columns,
-        tokenizer=keys.tokenizer,
-        separator=keys.separator,
-        fractions={"validation": keys.validation, "test": keys.test},
-        processes=keys.processes,
-    )
+    parts = find_parts(inputs, columns, whole_files=keys.whole_files)
+    fractions = {"validation": keys.validation, "test": keys.test}
+    options = keys.model_dump(include={"tokenizer", "separator", "processes"})
+    manifest = prepare(parts, Path(keys.output), columns=columns, fractions=fractions, **options)
     print(describe(manifest))
     print(f"longseq train task=lm data=tokens {command_word('data.root', shorten(keys.output))}")
 
@@ -77,20 +69,22 @@ def prepare(
     output: Path,
     *,
     columns: Columns = TEXT,
-    tokenizer: str = "bytes",
+    tokenizer: str | Mapping[str, Any] = "bytes",
     separator: str | None = None,
     fractions: Fractions,
     processes: int | None = None,
 ) -> dict[str, Any]:
     """Write the tokens of `parts` to the folder `output`; returns its manifest.
 
-    `processes` read and encode, by default one for each core that this process can use. ValueError if the folder has
-    tokens already or the input no document.
+    `tokenizer` is as in `data.tokenizer`, or from `Tokenizer.to_dict`. `processes` read and encode, by default one for
+    each core that this process can use. ValueError if the folder has tokens already or the input no document.
     """
     if (output / store.MANIFEST).exists():
         raise ValueError(f"{output} holds prepared tokens already")
     output.mkdir(parents=True, exist_ok=True)
-    if (size := trained_size(tokenizer)) is None:
+    if not isinstance(tokenizer, str):
+        chosen = tokenizer_from_dict(tokenizer)
+    elif (size := trained_size(tokenizer)) is None:
         chosen = read_tokenizer(tokenizer, separator)
     else:
         with long_step("training the tokenizer"):
@@ -132,12 +126,14 @@ def prepare(
 
 
 def plan_of(
-    parts: Sequence[Part], columns: Columns, tokenizer: str, separator: str | None, fractions: Fractions
+    parts: Sequence[Part], columns: Columns, tokenizer: Any, separator: str | None, fractions: Fractions
 ) -> dict[str, Any]:
     """Everything that determines the tokens of a preparation; files are identified by their sizes and times."""
-    files = [] if tokenizer == "bytes" or trained_size(tokenizer) is not None else [tokenizer]
-    if files and not os.path.isdir(tokenizer):  # the settings next to a tokenizer file name its end-of-text token
-        files.append(str(Path(tokenizer).with_name(SETTINGS_FILE)))
+    files: list[str] = []
+    if isinstance(tokenizer, str) and tokenizer != "bytes" and trained_size(tokenizer) is None:
+        files = [tokenizer]
+        if not os.path.isdir(tokenizer):  # the settings next to a tokenizer file name its end-of-text token
+            files.append(str(Path(tokenizer).with_name(SETTINGS_FILE)))
     return {
         "version": store.VERSION,
         "parts": [[*part, part.stamps()] for part in parts],
@@ -236,8 +232,7 @@ def hashes_of(documents: Sequence[Document]) -> np.ndarray:
 def split_numbers(hashes: np.ndarray, fractions: Fractions) -> np.ndarray:
     """`[N]`, the number of each document's split in SPLITS; `fractions` are the shares of validation and test.
 
-    Adding or removing other documents does not move a document to another split. Raising a fraction only moves
-    documents out of the training split.
+    Other documents do not change a document's split. A larger fraction only moves documents out of training.
     """
     # A hash is a number between 0 and 1: the lowest numbers are validation, the highest numbers are test.
     place = hashes[:, 0] / 2.0**64

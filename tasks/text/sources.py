@@ -3,8 +3,6 @@
 `find_parts` cuts inputs into parts, which processes may read in parallel; `read_part` yields the documents of a part.
 """
 
-from __future__ import annotations
-
 import bz2
 import csv
 import gzip
@@ -21,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from longseq.tasks.data.labels import require_one_list
+from longseq.tasks.data.labels import Labels, read_labels, require_one_list
 from longseq.tasks.report import progress_bar
 from longseq.tasks.text.store import stamp
 
@@ -34,17 +32,25 @@ _LEFT_OUT = {"test", "tests", "idle_test", "idlelib", "__pycache__", "site-packa
 
 
 class Columns(NamedTuple):
-    """The columns of a document: its text, optionally the prompt before it, which is not trained on, and its labels."""
+    """The columns of a document: its text, optionally the prompt before it, which is not trained on, and its labels.
+
+    `labels`, `multi_label` and `delimiter` are as in `read_labels`.
+    """
 
     text: str = "text"
     prompt: str | None = None
-    labels: tuple[str, ...] = ()
+    labels: str | Sequence[str] = ()
+    multi_label: bool = False
+    delimiter: str | None = None
 
     def texts(self) -> list[str]:
         return [self.text] if self.prompt is None else [self.text, self.prompt]
 
+    def of_labels(self) -> list[str]:
+        return [self.labels] if isinstance(self.labels, str) else list(self.labels)
+
     def names(self) -> list[str]:
-        return [*self.texts(), *self.labels]
+        return [*self.texts(), *self.of_labels()]
 
 
 TEXT = Columns()
@@ -65,7 +71,7 @@ class Document(NamedTuple):
     """A text or `[T]` tokens, its labels, where it was read, and the prompt before it, which is not trained on."""
 
     text: Any
-    labels: tuple[Any, ...] = ()
+    labels: Labels = ()
     place: Place = Place("a document")
     prompt: str = ""
 
@@ -86,8 +92,7 @@ Found = Iterator[Document | Malformed]
 class Part(NamedTuple):
     """A part of an input from `start` to `stop`: bytes (jsonl), row groups (parquet), rows (saved), shards (stream).
 
-    A `stop` of 0 is the end of the file. `files` are documents of whole files. `version` of a stream identifies its
-    files.
+    A `stop` of 0 is the end. `files` are documents of whole files. `version` of a stream identifies its files.
     """
 
     format: str
@@ -119,7 +124,7 @@ def find_parts(
         elif _is_saved(path) and not whole_files:
             parts += _parts_of_saved(path, size)
         else:
-            formats = {file: "text" if whole_files else _format_of(Path(file)) for file in _files_below(path)}
+            formats = {file: "text" if whole_files else _format_of(Path(file)) for file in files_below(path)}
             parts += [part for file in formats if formats[file] != "text" for part in _parts_of_file(Path(file), size)]
             parts += group_files([file for file in formats if formats[file] == "text"], size=size)
     if not parts:
@@ -129,7 +134,7 @@ def find_parts(
 
 def find_in_order(path: str, columns: Columns) -> list[Part]:
     """The parts of one input; files of all formats below a folder keep their order."""
-    listed = [] if path.startswith(STREAM) or _is_saved(Path(path)) else list(_files_below(Path(path)))
+    listed = [] if path.startswith(STREAM) or _is_saved(Path(path)) else list(files_below(Path(path)))
     return find_parts(listed or [path], columns)
 
 
@@ -151,7 +156,7 @@ def _is_saved(path: Path) -> bool:
     return (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
 
 
-def _files_below(path: Path) -> Iterator[str]:
+def files_below(path: Path) -> Iterator[str]:
     """The file, or the files below a folder and linked folders in the order of their names, without hidden ones."""
     if path.is_file():
         yield str(path)
@@ -233,9 +238,9 @@ def _parts_of_saved(path: Path, size: int) -> Iterator[Part]:
 def _parts_of_stream(given: str, columns: Columns) -> Iterator[Part]:
     from datasets import load_dataset_builder
 
-    name, configuration, split = _name_stream(given)
-    for column in columns.labels:
-        require_one_list(given, name, [split], column=column, configuration=configuration)
+    name, configuration, _ = _name_stream(given)
+    for column in columns.of_labels():
+        require_one_list(given, name, column=column, configuration=configuration)
     builder = load_dataset_builder(name, configuration)
     listed = (builder.config.data_files or {}).items()
     files = [[str(one), str(file), *stamp(str(file))] for one, files in listed for file in files]
@@ -308,7 +313,7 @@ def read_rows(path: Path) -> Iterator[tuple[int, list[str]]]:
     """
     csv.field_size_limit(sys.maxsize)
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-        rows = csv.reader(file, delimiter=DELIMITERS[path.suffix.lower()], strict=True)
+        rows = csv.reader(file, delimiter=DELIMITERS.get(path.suffix.lower(), ","), strict=True)
         begin = 1
         try:
             for cells in rows:
@@ -379,7 +384,7 @@ def _documents(
 ) -> Found:
     """The documents of rows, counted from `first`; numbered classes get their names."""
     for number, row in enumerate(rows, start=first):
-        for column in columns.labels:
+        for column in columns.of_labels():
             row[column] = _name_classes(row.get(column), features.get(column))
         yield _document(row, columns, Place(path, f"row {number}"))
 
@@ -398,12 +403,14 @@ def _document(row: Any, columns: Columns, place: Place) -> Document | Malformed:
     if not isinstance(row, dict):
         return Malformed(place, "no JSON object")
     for name in columns.texts():
-        value = row.get(name)
-        if not isinstance(value, str):
+        if not isinstance(row.get(name), str):
             return Malformed(place, f"no text in column {name!r}")
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            return Malformed(place, str(error))
-    labels = tuple(row.get(name) for name in columns.labels)
+    cells, labels = [row.get(name) for name in columns.of_labels()], Labels()
+    try:
+        for cell in (*map(row.get, columns.texts()), *cells):
+            str(cell).encode()
+        if cells:
+            labels = read_labels(cells, columns.labels, multi_label=columns.multi_label, delimiter=columns.delimiter)
+    except ValueError as error:
+        return Malformed(place, str(error))
     return Document(row[columns.text], labels, place, "" if columns.prompt is None else row[columns.prompt])

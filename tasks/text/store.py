@@ -13,8 +13,6 @@ and manifest.json: the version of the format, the tokenizer, counts, sizes and c
 tokenizer.json, unless tokens are bytes. The manifest is written last: a folder without it is unfinished.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import mmap
@@ -76,8 +74,7 @@ def file_type(ending: str, vocab_size: int) -> Any:
 def open_store(root: str | Path, *, check: bool = True) -> TokenStore:
     """Open the folder `root` of prepared tokens; `check` compares the checksums of its files, which reads all of them.
 
-    FileNotFoundError without a manifest, in an unfinished folder. ValueError for a truncated or changed file, and for
-    another version.
+    FileNotFoundError in an unfinished folder. ValueError for a truncated or changed file, and for another version.
     """
     root = Path(root)
     manifest = json.loads((root / MANIFEST).read_text(encoding="utf-8"))
@@ -99,13 +96,8 @@ def open_store(root: str | Path, *, check: bool = True) -> TokenStore:
         if "hashes" in arrays:
             arrays["hashes"] = arrays["hashes"].reshape(-1, 2)
         splits[split] = Corpus(byte_counts=arrays.pop("bytes"), **arrays)
-    return TokenStore(
-        tokenizer=tokenizer,
-        vocab_size=manifest["vocab_size"],
-        separator=manifest["separator"],
-        splits=splits,
-        checksums={split: entry["files"]["tokens"]["crc32"] for split, entry in manifest["splits"].items()},
-    )
+    checksums = {split: entry["files"]["tokens"]["crc32"] for split, entry in manifest["splits"].items()}
+    return TokenStore(tokenizer, manifest["vocab_size"], manifest["separator"], splits, checksums)
 
 
 class _Mapped(np.memmap):

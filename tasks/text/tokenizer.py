@@ -1,7 +1,5 @@
 """Tokenizers: bytes, and the tokenizer files of Hugging Face's `tokenizers`; text from tokens as they come."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -160,8 +158,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> FileTokenizer:
 class TextInfo(Info):
     """The vocabulary of a text and the windows in which a model reads it.
 
-    `separator` begins and ends each document, `window` is the length of training windows in tokens, `tokenizer` what
-    `Tokenizer.to_dict` returns, and `sizes` counts windows.
+    `separator` begins and ends each document, `window` is in tokens, `tokenizer` of `to_dict`; `sizes` counts windows.
     """
 
     vocab_size: int

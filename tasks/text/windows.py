@@ -12,8 +12,6 @@ also the first one, and none from another document.
     loss = cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
@@ -135,9 +133,8 @@ class WindowIndex(NamedTuple):
 class MixedSampler(UpdateSampler[list[WindowIndex]]):
     """Yields the windows of each batch, of several corpora by weights.
 
-    An epoch has as many windows as all corpora together. Without weights it is a pass over each of them. With weights
-    each corpus gives its share of the windows, and continues in the next epoch where it stopped. Each pass over a
-    corpus has its own order and shift.
+    An epoch has as many windows as all corpora: a pass over each, or with weights its share, which continues in the
+    next epoch where it stopped. Each pass over a corpus has its own order and shift.
     """
 
     def __init__(
@@ -149,7 +146,12 @@ class MixedSampler(UpdateSampler[list[WindowIndex]]):
         self.require_update(f"windows of {length} tokens")
         if short := [windows.size for windows in corpora if weights is not None and windows.count == 0]:
             raise ValueError(f"a corpus of {short[0]} tokens has no window of {length}")
-        self.shares = counts if weights is None else _shares(counts, weights)
+        self.shares = counts
+        if weights is not None:  # proportional to the weights, rounded by largest remainders
+            exact = np.array(weights) / sum(weights) * sum(counts)
+            shares = np.floor(exact).astype(int)
+            shares[np.argsort(shares - exact, kind="stable")[: sum(counts) - shares.sum()]] += 1
+            self.shares = shares.tolist()
 
     def shuffle(self) -> Callable[[int, int], list[WindowIndex]]:
         effective, epoch = self.effective_batch_size, self.epoch
@@ -175,20 +177,11 @@ class MixedSampler(UpdateSampler[list[WindowIndex]]):
         return give
 
 
-def _shares(counts: Sequence[int], weights: Sequence[float]) -> list[int]:
-    """The windows of each corpus in an epoch: proportional to the weights, rounded by largest remainders."""
-    exact = np.array(weights) / sum(weights) * sum(counts)
-    shares = np.floor(exact).astype(int)
-    for corpus in np.argsort(shares - exact, kind="stable")[: sum(counts) - shares.sum()]:
-        shares[corpus] += 1
-    return shares.tolist()
-
-
 class StreamSampler(UpdateSampler[list[WindowIndex]]):
     """Yields windows of streams: row b of a batch continues row b of the batch before.
 
-    An epoch cuts the corpus, moved by a random shift, into as many streams as an effective batch has rows. ValueError
-    for accumulated batches, which would continue each other's rows.
+    An epoch cuts the randomly shifted corpus into as many streams as an effective batch has rows. Accumulated batches
+    would continue each other's rows (ValueError).
     """
 
     def __init__(self, windows: Windows, batch_size: int, **options: int) -> None:
@@ -305,8 +298,7 @@ class WindowBatches(Dataset[Batch]):
     """Maps B windows of T tokens to inputs and targets.
 
     All batches have one shape (see `TokenInputs`). Without `reset_state` rows are `[B, T]` and not packed; `carries` is
-    for streams. `start` is the token that is read where a document begins, by default the separator, which is always
-    predicted.
+    for streams. `start` is read where a document begins; by default it is the separator, which is always predicted.
     """
 
     def __init__(

@@ -3,8 +3,6 @@
 A run records the chosen values, and their keys in `recipe.chosen`. A resumed run keeps them, also if the data changed.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from typing import Any

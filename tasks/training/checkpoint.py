@@ -1,7 +1,5 @@
 """Loads what `longseq train` writes: the model of a checkpoint or a folder, and the data of its run."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -18,11 +16,9 @@ from longseq.plugins import check_loaded
 from longseq.timm_models import stated_data, takes_any_resolution
 from longseq.tokenizer_files import SETTINGS_FILE, find_separator
 
-# The window, in tokens, of a language model whose training window is unknown.
-WINDOW = 2048
+WINDOW = 2048  # the window, in tokens, of a language model whose training window is unknown
 
-# The models of exported files, in a layer above this one.
-FILE_MODELS = "longseq.tools.export.file_model"
+FILE_MODELS = "longseq.tools.export.file_model"  # the models of exported files, in a layer above this one
 
 
 @dataclass(frozen=True)
@@ -56,20 +52,14 @@ def load(
     key: str = "checkpoint",
     tasks: Collection[str] = ("image",),
 ) -> Loaded:
-    """Rebuild the model of a checkpoint or a folder from its saved description (see `longseq.models`).
-
-    The model of an exported file runs the file (see `longseq.tools.export.file_model`).
+    """Rebuild the model of a checkpoint or folder (see `longseq.models`); that of an exported file runs the file.
 
     Args:
         path: hf-hub:OWNER/NAME is fetched from the Hugging Face hub, unless its cache has it.
         weights: "ema" (the average of the weights), "model" (the raw weights) or "auto": the average if there is one.
         any_resolution: resize positions, so that the model takes images of any size.
         key: the name under which the user gave the file.
-        tasks: whose models the caller can use.
-
-    Raises:
-        ValueError: the file is damaged or of another task, its weights or class names do not fit its model, or a layer
-            now computes another function of its weights.
+        tasks: whose models the caller can use; ValueError for others, and if weights or class names do not fit.
     """
     label = f"{key}={path}"
     file = find_source(path)

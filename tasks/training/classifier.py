@@ -1,7 +1,5 @@
 """The base classes of classifiers and of their reports: metrics by name, thresholds and confusion matrices."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -34,20 +32,16 @@ _MOST_CLASSES = 100  # of a confusion matrix in metrics.json
 class ClassifierModule(TrainedModule):
     """A module that gives each sample one of several classes, or with `multi_label` any number of them.
 
-    Means over the classes are over those that a split has. Checkpoints keep the `thresholds` in force. If a validation
-    chooses them, its metrics are for these.
+    Means over classes include those that a split has. Checkpoints keep the `thresholds`, which a validation may choose.
 
     Args:
         chosen_metrics, metric: more metrics of validation and test (see `make_metrics`).
         threshold: the probability from which a label is given, or the second one of two classes: a number, a number for
             each label, or the criterion by which each validation chooses it (see `choose_threshold`).
         thresholds: in force before the first validation has chosen them.
-
-    Class attributes:
-        tables: the metrics by name.
     """
 
-    tables: ClassVar[Mapping[bool, Tables]] = TABLES
+    tables: ClassVar[Mapping[bool, Tables]] = TABLES  # the metrics by name
 
     # Counts [true class, predicted class], or [C, 2, 2] of several labels, of the last test.
     confusion_matrix: Tensor | None = None

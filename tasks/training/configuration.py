@@ -1,7 +1,5 @@
 """The resolved configuration of a run, the keys of token models, and values as words of a command."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -16,8 +14,7 @@ from longseq.tasks.config import Count, Keys, Positive, Share, key, read
 Config = Mapping[str, Any]
 T = TypeVar("T", bound=Keys)
 
-# Keys of `data` with a value for each name of a class.
-CLASS_TABLES = ("class_weights", "class_map")
+CLASS_TABLES = ("class_weights", "class_map")  # keys of `data` with a value for each name of a class
 
 _UNQUOTED = re.compile(r"[\w/+.$%*@?|:-]+", re.ASCII)
 

@@ -1,7 +1,5 @@
 """Updates over accumulated batches and several processes, and models that are sharded over processes (trainer=fsdp)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -119,11 +117,8 @@ class FullyShardedStrategy(ModelParallelStrategy):
 
     Checkpoints hold whole tensors in one file, as with other strategies: a run may continue on any number of devices.
 
-    Args:
-        devices: the number of processes.
-        reshard_after_forward: free the gathered weights of a block after its forward pass and gather them again for
-            the backward pass; False takes more memory and less time.
-        options: of Lightning's strategy, such as `timeout`.
+    `devices` is the number of processes. `reshard_after_forward` frees a block's gathered weights after its forward
+    pass and gathers them again, in less memory and more time. `options` are of Lightning's strategy, such as `timeout`.
     """
 
     def __init__(self, devices: int, *, reshard_after_forward: bool = True, **options: Any) -> None:

@@ -1,7 +1,5 @@
 """The loggers of a run, with TensorBoard events in the run folder itself, and the log file of a run."""
 
-from __future__ import annotations
-
 import csv
 import logging
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Metrics of all tasks, metrics of classifiers by name, and decisions by thresholds."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -22,8 +20,7 @@ Make = Callable[[int], Metric]
 
 LOSS = "loss"
 
-# The threshold of labels without one of their own.
-HALF = 0.5
+HALF = 0.5  # the threshold of labels without one of their own
 
 _OWN: dict[str, Any] = {"validate_args": False}
 
@@ -42,8 +39,7 @@ _DECIDED = (
 class WeightedMean(Metric):
     """The weighted mean of values, over all batches and processes; use `MeanLoss` or `MeanScore`.
 
-    MeanMetric of torchmetrics 1.9 cannot replace it: its check for NaN waits for the device, and without the check it
-    ignores the weights.
+    torchmetrics' MeanMetric cannot replace it: its check for NaN waits for the device; without, it ignores the weights.
     """
 
     full_state_update = False
@@ -118,7 +114,7 @@ class MeanLabelF1(_MeanOfShares, tm.MultilabelF1Score):
 
 
 class Scores(Metric):
-    """Keeps probabilities `[N, C]`, and classes `[N]` or labels `[N, C]`, until after the last batch."""
+    """Keeps two tensors of samples, such as probabilities and targets, until after the last batch."""
 
     full_state_update = False
 
@@ -256,8 +252,7 @@ def make_metrics(
 ) -> dict[str, Metric]:
     """The metrics of every run, those in `chosen` (`task.metrics`), and `metric` (`task.metric`).
 
-    `tables` are by `multi_label`. `top5` needs more than five classes. ValueError for an unknown name, and for a metric
-    that does not fit the form of the targets.
+    `top5` needs more than five classes. ValueError for unknown names, and metrics that do not fit the targets' form.
     """
     always, more = tables[multi_label]
     if num_classes <= _FIRST:
@@ -296,8 +291,7 @@ def _is_binary(metric: Any) -> bool:
 def update_metrics(metrics: Mapping[str, Any], probabilities: Tensor, decisions: Tensor, wanted: Tensor) -> None:
     """Add N samples, 0 or more, to metrics except `loss`: probabilities `[N, C]`, and the `decisions` about them.
 
-    Metrics that keep lists need empty batches, too: torchmetrics gathers lists only if every process has an entry.
-    Other metrics refuse empty batches.
+    torchmetrics gathers lists only if every process has an entry: such metrics need empty batches, others refuse them.
     """
     for name, metric in metrics.items():
         keeps_lists = any(isinstance(state, list) for state in metric.metric_state.values())

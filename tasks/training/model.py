@@ -1,7 +1,5 @@
 """The interface of every task's model builder, mixer options of configurations, and frozen layers."""
 
-from __future__ import annotations
-
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
@@ -22,11 +20,7 @@ _AVERAGE = "running_mean"  # a buffer of batch norms only
 
 
 class TaskModel(ABC):
-    """Builds the models of a task.
-
-    Class attributes:
-        starts_from: other tasks whose checkpoints `init` takes.
-    """
+    """Builds the models of a task; `starts_from` are other tasks whose checkpoints `init` takes."""
 
     starts_from: ClassVar[tuple[str, ...]] = ()
 
@@ -58,14 +52,6 @@ class TaskModel(ABC):
     def is_weights(self, path: str) -> bool:
         """True if `init` names a file with only weights, in the format of another library."""
         return False
-
-    def load_options(self, trained: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
-        """Options of `checkpoint.load` for a model, trained on `trained`, whose keys of `data` get `changes`."""
-        return {}
-
-    def check_reads(self, model: nn.Module, trained: Any, found: Any) -> None:
-        """Raise ValueError if a model, trained on data with the info `trained`, cannot read the data of `found`."""
-        return
 
 
 def refuse_difference(own: Mapping[str, Any], its: Mapping[str, Any], ignored: Collection[str] = ()) -> None:
@@ -106,14 +92,9 @@ def mixer_options(config: Mapping[str, Any]) -> dict[str, Any]:
 def freeze(model: nn.Module, part: int | str | None) -> None:
     """Exclude a part of a model's parameters from training (`recipe.freeze`).
 
-    Layers are from the model's `group_matcher`. Frozen batch norms are in evaluation mode and keep their statistics.
-
-    Args:
-        part: a number N for the embeddings and the first N blocks, `embeddings`, `body` for everything but the head
-            and the pooling before it, or None.
-
-    Raises:
-        ValueError: nothing would be left to train.
+    `part` is a number N for the embeddings and the first N blocks, `embeddings`, `body` for everything but the head and
+    the pooling before it, or None. Layers are from the model's `group_matcher`. Frozen batch norms are in evaluation
+    mode and keep their statistics. ValueError if nothing would be left to train.
     """
     if part is None:
         return

@@ -1,7 +1,5 @@
 """The base class of the modules of all tasks: it trains a model as a `Training` defines, and evaluates it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -44,23 +42,16 @@ class TrainedModule(LightningModule):
     number of targets, and the step returns `mean_of_update` of its summed loss.
 
     Any loader works: `read_batch` brings its batches to the form of the task. Checkpoints hold `info`, which describes
-    the data, and the description of a model of a registered kind (see `longseq.models`), and load without the run's
-    configuration.
-
-    Class attributes:
-        kept_options: constructor arguments that a checkpoint stores for `load_from_checkpoint`, each an attribute of
-            numbers, text and None, or lists and dictionaries of these.
+    the data, and the description of a model of a registered kind, and load without the run's configuration.
     """
 
+    # Constructor arguments that a checkpoint stores for `load_from_checkpoint`; attributes of JSON's types.
     kept_options: ClassVar[tuple[str, ...]] = ()
-
+    has_gradients = True  # by which the recipe trains the model
     info: Any = None
-
     val_metrics: nn.ModuleDict
     test_metrics: nn.ModuleDict
-
-    # The update after which the run ends, if `Training.length` defines it.
-    last_update: int | None = None
+    last_update: int | None = None  # after which the run ends, if `Training.length` defines it
 
     def __init__(self, backbone: nn.Module, training: Training | None = None) -> None:
         super().__init__()
@@ -87,11 +78,6 @@ class TrainedModule(LightningModule):
         assert self.recipe is not None, "this module only measures"
         self.recipe = replace(self.recipe, learning_rate=rate)
 
-    @property
-    def has_gradients(self) -> bool:
-        """True if the recipe trains the model by gradients."""
-        return True
-
     @classmethod
     def from_config(
         cls: type[Self], config: Mapping[str, Any], backbone: nn.Module, info: Any, training: Training | None
@@ -116,13 +102,9 @@ class TrainedModule(LightningModule):
         The checkpoint may be from `longseq train`, Lightning's ModelCheckpoint or `Trainer.save_checkpoint`. It is read
         without unpickling code. If it has averaged weights, they are loaded.
 
-        Args:
-            map_location: the device of the module; by default the CPU.
-            kwargs: further arguments of the constructor, which replace those in the checkpoint: `training`, without
-                which the module only measures; `backbone`, for a model of no registered kind.
-
-        Raises:
-            ValueError: the file is damaged, or of another task.
+        `map_location` is the device of the module, by default the CPU. `kwargs` are arguments of the constructor, which
+        replace those in the checkpoint: `training`, without which the module only measures; `backbone`, for a model of
+        no registered kind. ValueError for a damaged file, and for one of another task.
         """
         if "backbone" in kwargs:
             whole = torch.load(checkpoint_path, map_location="cpu", weights_only=True)
@@ -213,16 +195,12 @@ class TrainedModule(LightningModule):
             self._validate_at_end()
         # A constant rate depends only on the update, and this run may have another length.
         checkpoint["lr_schedulers"] = [{} if schedule.is_constant_rate(state) else state for state in saved]
-        self._check_ends()
+        self.on_fit_start()
 
     def on_fit_start(self) -> None:
-        self._check_ends()
-
-    def _check_ends(self) -> None:
         # A sharded model loads its checkpoint after on_fit_start, others before they have a schedule.
-        own = [config.scheduler.state_dict() for config in self.trainer.lr_scheduler_configs]
-        own = [state for state in own if schedule.is_constant_rate(state)]
-        for states in zip(self._saved_schedules, own, strict=False):
+        own = (config.scheduler.state_dict() for config in self.trainer.lr_scheduler_configs)
+        for states in zip(self._saved_schedules, filter(schedule.is_constant_rate, own), strict=False):
             schedule.check_end(self._saved_update, *states)
 
     def on_train_start(self) -> None:
@@ -230,10 +208,10 @@ class TrainedModule(LightningModule):
             trainer: Any = self.trainer
             trainer.reload_dataloaders_every_n_epochs, self._reload_every = self._reload_every, None
 
-    def observe(self, batch: Any, examples: int | None = None) -> Any:
-        """The features of the first examples of a batch, for `Telemetry`; None: of all."""
-        read: Any = getattr(self.backbone, "forward_features", self.backbone)
-        return read(batch[0][:examples])
+    def preview(self, batch: Any) -> Tensor:
+        """What the model computes of a batch, for `KernelPreparation`."""
+        found: Tensor = self(batch[0])
+        return found
 
     def count_flops(self, batch: Any) -> int | None:
         """The operations of a training step on a batch of this process, None if unknown."""
@@ -265,8 +243,7 @@ class TrainedModule(LightningModule):
     def mean_of_update(self, loss: Tensor) -> Tensor:
         """The result of a training step, from the loss `[]` summed over the batch's targets (see `count_targets`).
 
-        The update has the gradient of the mean over its targets, of all processes and accumulated batches. `train/loss`
-        is this mean.
+        The update has the gradient of `train/loss`, the mean over its targets of all processes and accumulated batches.
         """
         assert self._mean is not None, f"{type(self).__name__}.count_targets gives None"
         return self._mean.scale(loss)

@@ -1,7 +1,5 @@
 """Muon for the matrices inside a model, and AdamW for its other parameters, as one optimizer."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -46,8 +44,7 @@ class Muon(torch.optim.Muon):
 def orthogonalize(matrix: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
     """About the nearest orthogonal matrix to `matrix [M, N]`, in float32: Newton-Schulz iterations of degree five.
 
-    Products are rounded to bfloat16, as in torch: the iterations amplify roundings, and a model would learn differently
-    without them.
+    Products are rounded to bfloat16, as in torch: the iterations amplify them, and models would learn differently.
 
     Source: Muon (Jordan et al., 2024): with X = matrix / ‖matrix‖, X ← a X + (b X Xᵀ + c (X Xᵀ)²) X in each step.
     """

@@ -24,19 +24,14 @@ class Training:
 
     Attributes:
         learning_rate: the highest rate.
-        length: the length of the run, its warm-up and its validation interval; None leaves them to the Trainer and the
-            schedule.
-        optimizer: called as `optimizer(model, lr=...)`, such as a partial of `timm.optim.create_optimizer_v2`; by
-            default AdamW.
+        length: of the run, its warm-up and its validation interval; None leaves them to the Trainer and the schedule.
+        optimizer: called as `optimizer(model, lr=...)`, as a partial of `timm.optim.create_optimizer_v2`; else AdamW.
         schedule: called as `schedule(optimizer, num_epochs=..., warmup_epochs=..., updates_per_epoch=...)`, such as a
             partial of `timm.scheduler.create_scheduler_v2`; by default a cosine to zero. It is stepped after each
             update. Give a warm-up here or in `length`.
         seed: of the random draws.
         compile_mode: compiles the training pass (see `torch.compile`); the first step then takes about a minute.
         hyperparameters: numbers, strings, lists and dictionaries for the checkpoint.
-
-    Raises:
-        ValueError: there are two warm-ups.
     """
 
     learning_rate: float

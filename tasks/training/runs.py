@@ -1,11 +1,8 @@
 """Run folders: where a run writes, its lock, and which earlier run a command continues."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -17,7 +14,7 @@ import torch
 from filelock import FileLock, Timeout
 from omegaconf import DictConfig, OmegaConf
 
-from longseq.files import replacing
+from longseq.tasks.config import UNITS
 from longseq.tasks.data.info import Info
 from longseq.tasks.registry import read_experiment
 from longseq.tasks.training.automatic import as_chosen_before
@@ -35,34 +32,17 @@ _PATIENCE = 5.0  # seconds
 
 # Keys that a resumed run may change, since they do not change its numbers.
 FREE_KEYS = (
-    "trainer.accumulate_grad_batches",
-    "trainer.devices",
-    "trainer.num_nodes",
-    "trainer.strategy",
-    "trainer.log_every_n_steps",
-    "resume",
-    "output",
-    "optimized_metric",
-    "data.cache",
-    "data.decode",
-    "data.num_workers",
-    "data.pin_memory",
-    "callbacks.progress",
-    "callbacks.telemetry",
-    "logger",
+    *(f"trainer.{key}" for key in ("accumulate_grad_batches", "devices", "num_nodes", "strategy", "log_every_n_steps")),
+    *(f"data.{key}" for key in ("cache", "decode", "num_workers", "pin_memory")),
+    *("resume", "output", "optimized_metric", "callbacks.progress", "logger", "recipe.chosen"),
     "learning_rate_finder",  # its result is in the checkpoint
-    "recipe.chosen",
     "plugins",  # a checkpoint names the used ones, a command the declared ones
 )
 
 # Keys of a run's end. A schedule with a constant rate (wsd) does not depend on them before its decay.
 LENGTH_KEYS = (
-    "recipe.epochs",
-    "recipe.updates",
-    "recipe.tokens",
-    "recipe.schedule.decay_epochs",
-    "recipe.schedule.decay_fn",
-    "recipe.schedule.min_lr",
+    *(f"recipe.{unit}" for unit in UNITS),
+    *(f"recipe.schedule.{key}" for key in ("decay_epochs", "decay_fn", "min_lr")),
 )
 
 
@@ -192,21 +172,6 @@ def check_data(checkpoint: Path, info: Info) -> None:
     for split in ("train", "val", "test"):
         if (change := info.find_change(trained, split)) is not None:
             _log.warning("the data have changed: %s", change)
-
-
-def bring_best(checkpoint: Path, folder: Path) -> None:
-    """Copy the best checkpoint of a run into another folder in which it goes on from `checkpoint`, if it fits."""
-    best, own = checkpoint.with_name("best.ckpt"), folder / "checkpoints" / "best.ckpt"
-    if not own.exists() and best.is_file() and _best_score(checkpoint) == _best_score(best):
-        own.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(own) as partial:
-            shutil.copyfile(best, partial)
-
-
-def _best_score(checkpoint: Path) -> float | None:
-    states = contents_of(checkpoint)["callbacks"].items()
-    score = next((state["best_model_score"] for name, state in states if name.startswith("BestCheckpoint")), None)
-    return None if score is None else float(score)
 
 
 @contextmanager

@@ -25,11 +25,9 @@ _log = logging.getLogger(__name__)
 
 WARMUPS = tuple(f"warmup_{unit}" for unit in UNITS)
 
-# The warm-up's share of a run, if the recipe's warm-up is longer than the run.
-SHORTENED = 0.1
+SHORTENED = 0.1  # the warm-up's share of a run, if the recipe's warm-up is longer than the run
 
-# The share of a run, after its warm-up, in which a constant rate (wsd) falls, unless decay_epochs is given.
-DECAY = 0.2
+DECAY = 0.2  # the share of a run, after its warm-up, in which a constant rate (wsd) falls, unless decay_epochs is given
 
 
 class Epoch(NamedTuple):
@@ -48,16 +46,10 @@ def count_epoch(trainer: Any, data: Any) -> Epoch | None:
     batches = getattr(data, "batches_per_epoch", None)
     if batches is None:
         return None
-    parts, tokens = trainer.accumulate_grad_batches, data.tokens_per_epoch
-    per_update = None if tokens is None else tokens / _count_updates(batches, None, parts)
-    return Epoch(_count_updates(batches, trainer.limit_train_batches, parts), per_update)
-
-
-def _count_updates(batches: int, limit: float | None, parts: int) -> int:
-    """The updates, of `parts` batches each, of an epoch under Lightning's limit: a number of batches, or a part."""
-    if limit is not None:
-        batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
-    return max(1, math.ceil(batches / parts))
+    limit, tokens = trainer.limit_train_batches, data.tokens_per_epoch  # the limit is a number of batches, or a part
+    used = batches if limit is None else min(batches, limit) if isinstance(limit, int) else int(batches * limit)
+    whole, updates = (max(1, math.ceil(count / trainer.accumulate_grad_batches)) for count in (batches, used))
+    return Epoch(updates, None if tokens is None else tokens / whole)
 
 
 @dataclass(frozen=True)

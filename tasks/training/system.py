@@ -1,7 +1,5 @@
 """Files that are written whole, processor cores, data workers, and the memory of a process."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -4,8 +4,6 @@ A configuration is text from a command line or a checkpoint. It may name classes
 their last name, and what a plug-in registers or defines; nothing else is imported or called.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 from collections.abc import Callable, Mapping
@@ -24,7 +22,7 @@ _MODULES: Mapping[str, tuple[str, ...]] = {
     OPTIMIZERS: ("timm.optim", f"{_OURS}.muon"),
     SCHEDULES: ("timm.scheduler",),
     CALLBACKS: (
-        *(f"{_OURS}.callbacks.{name}" for name in ("checkpoint", "progress", "telemetry", "throughput", "weights")),
+        *(f"{_OURS}.callbacks.{name}" for name in ("checkpoint", "throughput", "weights")),
         "lightning.pytorch.callbacks",
     ),
     LOGGERS: (f"{_OURS}.logger", "lightning.pytorch.loggers"),
@@ -44,8 +42,7 @@ def register(
     """Register a class or function that configurations may then name by its last name.
 
     As in timm, an optimizer is called with (model, lr=...) and a schedule with (optimizer, num_epochs=...,
-    updates_per_epoch=...); the others with their own options. A metric, of torchmetrics, also gets num_classes or
-    num_labels if it takes them.
+    updates_per_epoch=...); others with their options. A metric also gets num_classes or num_labels if it takes them.
     """
 
     def enter(target: Target) -> Target:

@@ -1,7 +1,5 @@
 """The token models that several tasks train, built from `longseq.tasks.training.configuration.BodyKeys`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -64,14 +62,9 @@ def build_seeded(kind: Callable[..., ModelT], config: Mapping[str, Any], longest
     options = {key: value for key, value in options.items() if value is not None}
     if options.get("positions") == "learned":
         options.setdefault("max_length", longest)
+    options |= {"mixer": config["mixer"]["name"], "mixer_options": mixer_options(config)}
     torch.manual_seed(config["seed"])
-    return kind(
-        mixer=config["mixer"]["name"],
-        mixer_options=mixer_options(config),
-        mlp=None if mlp == "none" else mlp,
-        **given,
-        **options,
-    )
+    return kind(mlp=None if mlp == "none" else mlp, **given, **options)
 
 
 class PluginMixers:

@@ -1,7 +1,5 @@
 """The Trainer of a run, its callbacks, and the search of a learning rate before it."""
 
-from __future__ import annotations
-
 import io
 import sys
 import tempfile
@@ -17,8 +15,8 @@ from omegaconf import DictConfig
 
 from longseq.tasks.data.module import TaskData
 from longseq.tasks.training import targets
+from longseq.tasks.training.callbacks.kernels import KernelPreparation
 from longseq.tasks.training.callbacks.stop import StopTogether
-from longseq.tasks.training.callbacks.telemetry import KernelPreparation
 from longseq.tasks.training.callbacks.throughput import RunClock
 from longseq.tasks.training.callbacks.weights import ExponentialMovingAverage
 from longseq.tasks.training.configuration import Config, resolve
@@ -52,10 +50,7 @@ def build_callbacks(config: DictConfig | Config, module: TrainedModule) -> list[
 
 
 def build_trainer(
-    config: DictConfig | Config,
-    callbacks: list[Callback] | None = None,
-    *,
-    first_update: int | None = None,
+    config: DictConfig | Config, callbacks: list[Callback] | None = None, *, first_update: int | None = None
 ) -> Trainer:
     """The Trainer of `config.trainer` with the configured loggers; it writes below the folder `config.output`.
 

@@ -1,7 +1,5 @@
 """Words that follow from others in a command: the length of a run in one unit, and the model of `init=FILE`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -17,11 +15,9 @@ from longseq.models import read
 from longseq.tasks import registry
 from longseq.tasks.config import UNITS
 
-# The option of the groups `mixer`, `scale` and `model` that describes the model of `init`.
-INIT = "init"
+INIT = "init"  # the option of the groups `mixer`, `scale` and `model` that describes the model of `init`
 
-# Flags that name the configuration of a run, which describes its model.
-_NAMES = ("--config-name", "-cn")
+_NAMES = ("--config-name", "-cn")  # flags that name the configuration of a run, which describes its model
 
 
 def complete(verb: str, words: list[str]) -> list[str]:

@@ -175,17 +175,6 @@ def test_hooks_and_substitutes_of_parts_are_called():
     assert not torch.allclose(layer(x)[0], plain)
 
 
-@cases("mixer", [name for name in mixers.mixer_names() if mixers.get(name).reads_pairs])
-def test_a_watched_layer_reports_each_mixer(mixer):
-    layer, layout = build(mixer, direction="cross"), Layout(2, 5, None)
-    x = tokens(layout)
-    plain = layer(x, layout=layout)[0]
-    for part in layer.mixers:
-        part.observed = {}
-    torch.testing.assert_close(layer(x, layout=layout)[0], plain)
-    assert all(bool(part.observed) == hasattr(part.initial_state(1), "memory") for part in layer.mixers)
-
-
 @pytest.mark.parametrize("share", SHARING)
 @cases("mixer", ["longhorn", "mamba", "linear_attention"])
 def test_hooks_on_the_mixers_see_each_reading(mixer, share):

@@ -47,16 +47,6 @@ def test_a_fixed_inverse_has_no_penalty_to_learn() -> None:
     assert mixers.check("vla", laws=["flops_are_those_of_the_steps"], update_penalty=False) == ()
 
 
-@pytest.mark.parametrize("name", ["vla", "gsa"])
-def test_a_watched_mixer_reports_the_norm_of_its_memory(name: str) -> None:
-    mixer = make(name)
-    mixer.observed = {}
-    _, state = mixer(make_tokens())
-    norm = torch.linalg.matrix_norm(state.memory).mean().float()
-    torch.testing.assert_close(mixer.observed["state_norm"], norm)
-    assert mixer(make_tokens(), output_final_state=False)[1] is None
-
-
 @pytest.mark.parametrize("level", [-200.0, 200.0], ids=["closed", "open"])
 def test_gradients_are_finite_where_the_gates_saturate(level: float) -> None:
     torch.manual_seed(0)

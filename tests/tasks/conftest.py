@@ -14,7 +14,7 @@ from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
 from PIL import Image
 
-from longseq.tasks.lm import report
+from longseq.tasks.lm import module as lm
 
 TINY = (
     "mixer=attention",
@@ -40,7 +40,7 @@ def compose_verb(verb: str, *overrides: str) -> DictConfig:
 def short_samples() -> Iterator[None]:
     """At its end, a run of a language model here writes a few tokens in place of hundreds."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "_SAMPLE", 8)
+        patch.setattr(lm, "_SAMPLE", 8)
         yield
 
 

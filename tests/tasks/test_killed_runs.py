@@ -17,8 +17,7 @@ from forked import start_fork
 
 ALL = (
     "trainer=cpu data.root=rows.jsonl data.cache=cache data.validation=0.2 data.test=0.2 model.d_model=16 "
-    "model.depth=1 model.dropout=0.1 recipe.schedule.warmup_updates=2 callbacks.checkpoint.every_n_train_steps=1 "
-    "callbacks.telemetry=null"
+    "model.depth=1 model.dropout=0.1 recipe.schedule.warmup_updates=2 callbacks.checkpoint.every_n_train_steps=1"
 )
 # Each with what makes its order of samples, or its state, harder to continue, and random numbers in the model.
 RUNS = {

@@ -142,7 +142,7 @@ def test_predictions_of_a_probe_are_its_answers(tmp_path):
     module, data = open_probe(tmp_path)
     (measured,) = trainer().test(module, datamodule=data, verbose=False)
     given = torch.cat(trainer().predict(module, datamodule=data))
-    answers = torch.cat([one.answers for one in data.slices("test")])
+    answers = torch.cat([one.answers for one in data.slices["test"]])
     counted = answers != IGNORED
     assert torch.equal(given != IGNORED, counted)
     assert ((given == answers) & counted).sum() / counted.sum() == pytest.approx(measured["test/accuracy"])
@@ -162,7 +162,7 @@ def test_sequences_without_a_question_do_not_count(tmp_path, monkeypatch):
     model = TokenBackbone(vocab_size=8, d_model=16, depth=1, mixer="deltanet")
     module = ProbeTask(model, slices=data.info.slices, training=TRAINING)
     (measured,) = trainer().test(module, datamodule=data, verbose=False)
-    (one,) = data.slices("test")
+    (one,) = data.slices["test"]
     answers = one.answers.long()
     counted = answers != IGNORED
     assert not counted.any(dim=1).unfold(0, 2, 2).any(dim=1).all(), "no batch is without a question"
@@ -179,7 +179,7 @@ def test_sequences_without_a_question_do_not_count(tmp_path, monkeypatch):
 def test_predictions_of_images_are_in_the_order_of_the_split(tmp_path):
     module, data = open_images(tmp_path)
     found = torch.cat(trainer().predict(module, datamodule=data))
-    split = data.splits.test
+    split = data.splits["test"]
     images = torch.stack([pil_to_tensor(split.source.read(index)[0]) for index in split.indices])
     with torch.no_grad():
         torch.testing.assert_close(found, module.eval()(normalize(images, data.info)), atol=1e-5, rtol=1e-4)
@@ -213,7 +213,7 @@ def test_predictions_of_documents_are_in_the_order_of_the_split(tmp_path, test):
     module = DocumentTask(model, info=data.info, training=TRAINING)
     given = trainer().predict(module, datamodule=data)
     assert len(given) > 3
-    split = data.split("test")
+    split = data.splits["test"]
     with torch.no_grad():
         alone = [model.eval()(torch.from_numpy(split.read(n).astype(np.int64))[None]) for n in range(split.documents)]
     torch.testing.assert_close(torch.cat(given), torch.cat(alone).softmax(dim=1), atol=1e-5, rtol=1e-4)

@@ -132,13 +132,10 @@ def test_a_killed_run_resumes_to_the_weights_of_an_uninterrupted_one(
 
 @pytest.mark.slow
 def test_two_processes_count_each_test_image_once(tmp_path, command, command_here, tiny_overrides):
-    """359 test images are not divisible by two. Only one process watches the mixers."""
-    watched = ("mixer=linear_attention", "callbacks.telemetry.every_n_steps=5")
-    result = command(tmp_path, "train", *tiny_overrides, "trainer=ddp_sim", *watched)
+    """359 test images are not divisible by two."""
+    result = command(tmp_path, "train", *tiny_overrides, "trainer=ddp_sim")
     assert result.returncode == 0, result.stderr
     run = only(tmp_path, "outputs/image/*")
-    board = EventAccumulator(str(run)).Reload()
-    assert board.Scalars("watch/blocks.0.forward/state_norm")[0].step == 4
     tested = json.loads((run / "metrics.json").read_text())
     alone = command_here(tmp_path, "evaluate", f"checkpoint={run / 'checkpoints' / 'best.ckpt'}", "trainer=cpu")
     assert alone.returncode == 0, alone.stderr
@@ -249,7 +246,7 @@ def run_with_little_shared_memory() -> int:
 @pytest.mark.slow
 def test_a_run_ends_if_its_workers_have_too_little_shared_memory(command, image_folder, tiny_overrides, tmp_path):
     words = ("data=image_folder", f"data.root={image_folder}", "data.img_size=224", "model.patch_size=56")
-    train = ("train", *tiny_overrides, *words, "recipe.batch_size=8", "recipe.epochs=1", "callbacks.telemetry=null")
+    train = ("train", *tiny_overrides, *words, "recipe.batch_size=8", "recipe.epochs=1")
     done = command(tmp_path, *train, "data.num_workers=0", "output=run")
     assert done.returncode == 0, done.stderr
     predict = ("predict", "checkpoint=run/checkpoints/best.ckpt", f"input={image_folder}", "output=predictions.csv")

@@ -22,7 +22,7 @@ from longseq.tasks.training.checkpoint import load
 from longseq.tools import describe, export
 
 SPLITS = ("data.validation=0.2", "data.test=0.2", "data.tokenizer=bytes")
-TEXT = (*SPLITS, "model.d_model=16", "recipe.schedule.warmup_updates=0", "trainer=cpu", "callbacks.telemetry=null")
+TEXT = (*SPLITS, "model.d_model=16", "recipe.schedule.warmup_updates=0", "trainer=cpu")
 Run = Callable[[Any], Any]
 
 

@@ -1,7 +1,5 @@
 """The checkpoints of a run: the best one, and the last one, from which the run continues."""
 
-from __future__ import annotations
-
 import logging
 import math
 import sys
@@ -26,8 +24,7 @@ _DUE = "validation_due"  # key of a checkpoint whose update is not validated yet
 class BestCheckpoint(ModelCheckpoint):
     """Keeps `best.ckpt`, the checkpoint with the best `monitor`; of equally good ones the latest.
 
-    Every number is better than NaN. A run takes `mode`, min or max, from the metric. `best_metrics` are the validation
-    metrics of the best checkpoint.
+    Every number is better than NaN. A run takes `mode`, min or max, from the metric. `best_metrics` are of validation.
     """
 
     def __init__(self, dirpath: str, monitor: str, mode: str) -> None:

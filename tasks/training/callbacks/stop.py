@@ -1,7 +1,5 @@
 """The orderly end of a run on SIGTERM, SIGHUP, SIGUSR1 or Ctrl-C, and by early stopping."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal
@@ -26,8 +24,7 @@ _log = logging.getLogger(__name__)
 def stoppable(trainer: Trainer) -> Iterator[None]:
     """Exit with 143 if SIGTERM ended a training or a test, with 129 after SIGHUP and 130 after Ctrl-C.
 
-    SIGHUP, which a closed terminal sends, is treated as SIGTERM unless it is ignored, as under nohup. So is Ctrl-C
-    where several processes stop together.
+    SIGHUP, of a closed terminal, counts as SIGTERM unless it is ignored (nohup); so does Ctrl-C of several processes.
     """
     received: list[int] = []
 

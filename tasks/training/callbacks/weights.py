@@ -1,7 +1,5 @@
 """The exponential moving average of the weights, and the stop of a training that produces NaN or infinity."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -95,9 +93,8 @@ class NonFiniteError(ValueError):
 class NonFiniteStop(Callback):
     """Raises NonFiniteError with the update and the loss or parameter that was first not finite.
 
-    Every update is checked on the device. The result is read every `every_n_steps` updates, before a checkpoint is
-    written and at the end of an epoch, so no checkpoint holds a non-finite weight. Under a loss scaler
-    (trainer.precision=16-mixed), gradients are not checked.
+    Every update is checked on the device. The result is read every `every_n_steps` updates and before each checkpoint,
+    which so has finite weights. Under a loss scaler (trainer.precision=16-mixed), gradients are not checked.
 
     With several processes, each checks its own loss and its shards of the parameters, and all stop together.
     """

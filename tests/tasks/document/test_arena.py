@@ -48,7 +48,7 @@ def test_listops_has_the_results_of_its_expressions(tmp_path: Path) -> None:
     assert data.info.class_names == [str(digit) for digit in range(10)]
     assert (data.info.vocab_size, data.info.separator, data.info.tokenizer) == (CLOSE + 1, None, None)
     assert data.info.sizes == {"train": 60, "val": 10, "test": 10}
-    split = data.split("test")
+    split = data.splits["test"]
     documents = [split.read(index).tolist() for index in range(10)]
     assert all(20 < len(tokens) < 60 for tokens in documents)
     assert [evaluate(tokens) for tokens in documents] == np.asarray(split.targets).tolist()
@@ -57,7 +57,7 @@ def test_listops_has_the_results_of_its_expressions(tmp_path: Path) -> None:
 def test_images_are_grey_levels_row_by_row(tmp_path: Path) -> None:
     grey = write_cifar10(tmp_path / "cifar")
     data = open_data("lra_image", tmp_path, root=str(tmp_path / "cifar"))
-    split = data.split("test")
+    split = data.splits["test"]
     assert data.info.vocab_size == 256
     assert data.info.class_names == [f"class{label}" for label in range(10)]
     for index in range(10):
@@ -70,15 +70,15 @@ def test_images_are_grey_levels_row_by_row(tmp_path: Path) -> None:
 def test_pairs_are_two_texts_that_each_begin_with_a_separator(tmp_path: Path) -> None:
     write_pairs(tmp_path / "aan")
     data = open_data("lra_retrieval", tmp_path, root=str(tmp_path / "aan"))
-    split = data.split("test")
+    split = data.splits["test"]
     found = {(bytes_of(split.read(index)), data.info.class_names[int(split.targets[index])]) for index in range(12)}
     assert ((b'a "text" test 3', "été test 3".encode()), "1") in found
     assert len(found) == 12
     keys: Any = SimpleNamespace(num_workers=0, column=None)
     with pytest.raises(ValueError, match="tokens that stand for no text"):
-        DocumentFiles.open(str(tmp_path / "aan" / "new_aan_pairs.test.tsv"), data.info, keys)
+        DocumentFiles(str(tmp_path / "aan" / "new_aan_pairs.test.tsv"), data.info, keys)
     short = open_data("lra_retrieval", tmp_path, root=str(tmp_path / "aan"), options={"text_bytes": 5})
-    assert {bytes_of(short.split("val").read(index)) for index in range(12)} == {(b'a "te', "été".encode())}
+    assert {bytes_of(short.splits["val"].read(index)) for index in range(12)} == {(b'a "te', "été".encode())}
 
 
 def bytes_of(tokens: np.ndarray) -> tuple[bytes, bytes]:
@@ -94,7 +94,7 @@ def test_pathfinder_reads_the_published_folders(tmp_path: Path, caplog: pytest.L
     assert "sample_3.png" in caplog.text
     levels = set()
     for stage in ("train", "val", "test"):
-        split = data.split(stage)
+        split = data.splits[stage]
         for index in range(data.info.sizes[stage]):
             tokens = split.read(index)
             assert len(tokens) == 64

@@ -64,7 +64,7 @@ FORMATS: dict[str, Callable[[Path, Rows], Path]] = {
 
 def contents(data: DocumentData, stage: str) -> set[tuple[str, str]]:
     """The texts of a split, each with the name of its class."""
-    split, tokenizer = data.split(stage), data.info.make_tokenizer()
+    split, tokenizer = data.splits[stage], data.info.make_tokenizer()
     return {
         (tokenizer.decode(split.read(number).tolist()), data.info.class_names[split.targets[number]])
         for number in range(split.documents)
@@ -89,7 +89,7 @@ def test_every_format_gives_the_same_splits(tmp_path: Path, name: str) -> None:
 def test_batches_hold_each_document_with_its_class(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", make_rows())
     data = open_data(tmp_path, root=str(path), max_length=200, truncation="head", batch_size=1024)
-    split = data.split("test")
+    split = data.splits["test"]
     found = {}
     for inputs, targets in data.test_dataloader():
         assert inputs.units == int((inputs.numbers >= 0).sum())
@@ -151,7 +151,7 @@ def test_a_tokenizer_is_trained_on_the_training_documents_alone(tmp_path: Path) 
     data = open_data(tmp_path, root=str(path), tokenizer="train:300")
     plain = open_data(tmp_path, root=str(path))
     assert contents(data, "test") == contents(plain, "test")
-    assert data.split("train").lengths.sum() < plain.split("train").lengths.sum()
+    assert data.splits["train"].lengths.sum() < plain.splits["train"].lengths.sum()
     assert data.info.vocab_size == 300
     # Evaluation takes the tokenizer of the model, whose file may be gone, and refuses another one.
     config = {"data": {**vars(data.keys), "tokenizer": "gone.json"}, "seed": 0, "recipe": {"batch_size": 2048}}
@@ -188,7 +188,7 @@ def test_training_reads_other_windows_of_a_document_in_each_epoch(tmp_path: Path
         return found
 
     first, second = windows(0), windows(1)
-    split = data.split("train")
+    split = data.splits["train"]
     whole = split._replace(max_length=None, truncation="none")
     for number, tokens in first.items():
         text = whole.read(number).tolist()
@@ -217,7 +217,7 @@ def test_several_labels_in_lists_in_cells_and_in_columns(tmp_path: Path) -> None
     ):
         data = open_data(tmp_path, root=str(tmp_path / name), multi_label=True, class_weights="balanced", **keys)
         assert data.info.class_names == ["a", "b"]
-        split = data.split("train")
+        split = data.splits["train"]
         texts = [bytes(split.read(n)[1:].tolist()).decode() for n in range(split.documents)]
         found.append(dict(zip(texts, split.targets.tolist(), strict=True)))
         counts, size = split.targets.sum(0), split.documents

@@ -37,7 +37,7 @@ def classify(
     path: Path, model: TextClassifier | None = None, info: DocumentInfo | None = None, **changes: Any
 ) -> tuple[list[Prediction | Unreadable], DocumentFiles]:
     keys = Predict(checkpoint="model.ckpt", input=str(path), **changes)
-    files = DocumentFiles.open(str(path), info or make_info(), keys)
+    files = DocumentFiles(str(path), info or make_info(), keys)
     return list(files.predict(model or make_model(), keys)), files
 
 

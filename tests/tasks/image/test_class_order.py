@@ -52,7 +52,7 @@ def test_every_source_gives_classes_the_same_numbers(names, tmp_path):
         module = open_data(kind, roots[kind])
         module.setup()
         assert module.info.class_names == names, kind
-        found = list(shades(module.splits.train.source))
+        found = list(shades(module.splits["train"].source))
         assert len(found) == IMAGES * len(names)
         assert all(names[::-1][shade] == name for shade, name in found), kind
 
@@ -64,7 +64,7 @@ def test_a_model_keeps_the_numbers_that_it_was_trained_with(tmp_path):
         module = open_data(kind, roots[kind])
         module.setup_evaluation("val", trained, foreign=True)
         assert module.info.class_names == trained, kind
-        source = module.splits.validation.source
+        source = module.splits["val"].source
         found = list(zip(source.targets(), shades(source), strict=True))
         numbers = [int(target) if np.ndim(target) == 0 else int(np.argmax(target)) for target, _ in found]
         assert [trained[number] for number in numbers] == [names[shade] for _, (shade, _) in found], kind

@@ -65,11 +65,11 @@ def check_classes(module):
 
 def test_digits_split_is_fixed_disjoint_and_stratified():
     splits, again = digits(), digits()
-    parts = [splits.train, splits.validation, splits.test]
+    parts = [splits["train"], splits["val"], splits["test"]]
     assert sorted(np.concatenate([part.indices for part in parts])) == list(range(1797))
-    assert np.array_equal(splits.test.indices, again.test.indices)
-    targets = splits.test.source.targets()
-    assert all(30 <= count <= 40 for count in np.bincount(targets[splits.test.indices]))
+    assert np.array_equal(splits["test"].indices, again["test"].indices)
+    targets = splits["test"].source.targets()
+    assert all(30 <= count <= 40 for count in np.bincount(targets[splits["test"].indices]))
 
 
 def test_folder_with_splits(folder):
@@ -161,7 +161,7 @@ def test_images_of_the_training_are_not_measured_by_other_shares(source, changes
         with pytest.raises(ValueError, match=rf"{count} images of split={split} were trained on"):
             evaluated(module, split, **changes)
     fewer = evaluated(module, val_fraction=0.1)
-    assert paths(fewer.splits.test) < paths(module.splits.test)
+    assert paths(fewer.splits["test"]) < paths(module.splits["test"])
     with pytest.raises(ValueError, match="9 of the 18 images of split=test were trained on"):
         evaluated(module, root=f"{root.parent}/../{folder.name}/{root.name}", val_fraction=0.5)
 
@@ -169,10 +169,10 @@ def test_images_of_the_training_are_not_measured_by_other_shares(source, changes
 def test_the_data_of_a_run_in_another_place_are_divided_as_before(folder, tmp_path):
     root = folder / "train"
     module = open_data("folder", root, val_fraction=0.25)
-    known = {Path(path).relative_to(root) for path in paths(module.splits.test)}
+    known = {Path(path).relative_to(root) for path in paths(module.splits["test"])}
     moved = root.rename(tmp_path / "moved")
     again = evaluated(module, root=str(moved))
-    assert {Path(path).relative_to(moved) for path in paths(again.splits.test)} == known
+    assert {Path(path).relative_to(moved) for path in paths(again.splits["test"])} == known
     with pytest.raises(ValueError, match="9 of the 18 images of split=test were trained on"):
         evaluated(module, root=str(moved), val_fraction=0.5)
     # Others are measured as a whole.

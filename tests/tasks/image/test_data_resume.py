@@ -9,7 +9,7 @@ import torch
 from image_data import image_data
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from longseq.tasks.image import data
+from longseq.tasks.image import sources
 
 AUGMENT = {"crop": "padded", "padding": 1, "hflip": 0.5, "repeats": 3, "erasing": {"prob": 0.5, "mode": "pixel"}}
 BATCH_SIZE = 64
@@ -19,15 +19,15 @@ BATCHES = 5  # of 323 training digits
 @pytest.fixture(scope="module", autouse=True)
 def few_digits():
     """A quarter of the training digits."""
-    whole = data.digits
+    whole = sources.digits
 
     def few():
         splits = whole()
-        train = dataclasses.replace(splits.train, indices=splits.train.indices[: BATCHES * BATCH_SIZE + 3])
-        return dataclasses.replace(splits, train=train)
+        train = dataclasses.replace(splits["train"], indices=splits["train"].indices[: BATCHES * BATCH_SIZE + 3])
+        return {**splits, "train": train}
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(data, "digits", few)
+        patch.setattr(sources, "digits", few)
         yield
 
 

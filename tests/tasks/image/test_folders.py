@@ -69,7 +69,7 @@ def test_the_innermost_folder_of_a_split_names_the_class(tmp_path):
     root = draw(tmp_path, "train/pets/cat", "train/pets/dog", "train/wild/fox", "val/cat", "val/fox", "train/.cache")
     module = open_folder(root)
     assert module.info.class_names == ["cat", "dog", "fox"]
-    assert module.splits.validation.source.targets().tolist() == [0, 0, 2, 2]
+    assert module.splits["val"].source.targets().tolist() == [0, 0, 2, 2]
 
 
 def test_a_class_map_picks_and_orders_classes(tmp_path):
@@ -78,7 +78,7 @@ def test_a_class_map_picks_and_orders_classes(tmp_path):
     for class_map in ({"fox": 0, "cat": 1}, str(tmp_path / "classes.txt")):
         module = open_folder(root, class_map=class_map)
         assert module.info.class_names == ["fox", "cat"]
-        assert module.splits.train.source.targets().tolist() == [1, 1, 0, 0]
+        assert module.splits["train"].source.targets().tolist() == [1, 1, 0, 0]
 
 
 def test_one_class_is_nothing_to_tell_apart(tmp_path):

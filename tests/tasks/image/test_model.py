@@ -70,14 +70,6 @@ def test_a_trained_model_states_the_crop_of_its_run():
 
 
 @pytest.mark.slow
-def test_evaluation_refuses_images_that_it_would_make_otherwise():
-    square, model = info(64), timm.create_model("test_resnet")
-    with pytest.raises(ValueError, match=r"with crop_mode=squash"):
-        ImageModel().check_reads(model, replace(square, crop_mode="squash"), square)
-    oblong = replace(square, img_size=[48, 80])
-    assert ImageModel().load_options(oblong, {"img_size": 80}) == {"any_resolution": True}
-
-
 @pytest.mark.slow
 def test_weights_are_taken_where_training_alone_differs():
     trained = ImageBackbone(**SMALL_BACKBONE, mixer="mamba", global_pool="token")

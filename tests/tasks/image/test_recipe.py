@@ -20,7 +20,7 @@ from longseq.tasks.image.config import DataInfo
 from longseq.tasks.training.configuration import resolve
 
 SMALL = ("data.img_size=16", "data.num_workers=0", "model.embed_dim=16", "model.depth=1", "mixer=attention")
-QUIET = ("trainer=cpu", "callbacks.progress=null", "callbacks.telemetry=null", "logger=csv")
+QUIET = ("trainer=cpu", "callbacks.progress=null", "logger=csv")
 
 
 @pytest.mark.parametrize(("images", "batch", "epochs"), [(270, 32, 300), (2_700, 64, 150)])

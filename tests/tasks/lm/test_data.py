@@ -14,7 +14,7 @@ import torch
 from longseq.tasks.config import read
 from longseq.tasks.lm import data as lm_data
 from longseq.tasks.lm.config import TextDataKeys
-from longseq.tasks.lm.data import LanguageModelData
+from longseq.tasks.lm.data import LanguageModelData, open_corpora
 from longseq.tasks.text.prepare import prepare
 from longseq.tasks.text.sources import TEXT, find_parts
 from longseq.tasks.text.tokenizer import TextInfo, train_tokenizer
@@ -41,6 +41,15 @@ def make(batch_size: int = 4, **keys: Any) -> LanguageModelData:
     data = LanguageModelData(read(TextDataKeys, {"name": "made", "window": 16, **keys}, "data"), batch_size=batch_size)
     data.setup()
     return data
+
+
+def test_a_model_gives_its_tokens_and_not_how_it_begins_and_ends_a_text(jsonl: Path) -> None:
+    keys = TextDataKeys(name="made", source="files", root=str(jsonl), window=16, cache=str(jsonl.parent))
+    plain = train_tokenizer(TEXTS, 300).to_dict()
+    (store,) = open_corpora(keys, {**plain, "start": "a", "ends": [5], "bare_prompts": True})
+    assert store.tokenizer == plain
+    (other,) = open_corpora(keys.model_copy(update={"separator": "a"}), plain)
+    assert other.tokenizer["separator"] == "a"
 
 
 def as_lists(batches: Iterator[TokenBatch]) -> list[tuple[Any, ...]]:

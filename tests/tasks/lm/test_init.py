@@ -56,7 +56,7 @@ def test_a_run_on_text_takes_model_and_tokenizer_of_a_run(tmp_path: Path, comman
     (tmp_path / "text.jsonl").write_text(texts)
     data = ("data=text", "data.root=text.jsonl", "data.cache=cache", "data.validation=0.2", "data.test=0.2")
     recipe = ("recipe.batch_size=64", "recipe.updates=2", "recipe.schedule.warmup_updates=0")
-    quiet = ("trainer=cpu", "callbacks.telemetry=null", "logger=none")
+    quiet = ("trainer=cpu", "logger=none")
     words = ("task=lm", *data, "data.window=16", *recipe, *quiet)
     model = ("data.tokenizer=train:270", "mixer=gsa", "model.d_model=16", "model.depth=1")
     for own in ((*model, "model.mlp=gelu", "output=one"), ("init=one/checkpoints/best.ckpt", "output=two")):

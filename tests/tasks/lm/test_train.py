@@ -49,7 +49,6 @@ WORDS = (
     "+trainer.limit_val_batches=3",
     "+trainer.limit_test_batches=3",
     "callbacks.checkpoint.every_n_train_steps=1",
-    "callbacks.telemetry=null",
 )
 
 
@@ -202,8 +201,7 @@ def test_a_sharded_run_on_two_processes_goes_on_as_one_process_would(run, comman
     (tmp_path / "few_files.py").write_text(PLUGIN)
     words = [word for word in WORDS if word != "trainer=cpu"]
     sharded = ("trainer=fsdp", "trainer.accelerator=cpu", "trainer.precision=32-true", "trainer.devices=2")
-    telemetry = "callbacks.telemetry={_target_: Telemetry, every_n_steps: 2, examples: 2}"
-    words += [*ADAMW, *sharded, telemetry, "plugins=[few_files]", "resume=true", "hydra.run.dir=cut"]
+    words += [*ADAMW, *sharded, "plugins=[few_files]", "resume=true", "hydra.run.dir=cut"]
     done = command(tmp_path, "train", *words)
     assert done.returncode == 0, done.stderr
     first, second = last(whole), last(tmp_path / "cut")
@@ -215,7 +213,7 @@ def test_a_sharded_run_on_two_processes_goes_on_as_one_process_would(run, comman
 
 @pytest.mark.slow
 def test_a_run_reports_its_metrics(run):
-    folder = run("whole", "callbacks.telemetry={_target_: Telemetry, every_n_steps: 4, examples: 2}")
+    folder = run("whole")
     metrics = json.loads((folder / "metrics.json").read_text())
     assert 1 < metrics["test/bits_per_byte"] < 9
     assert metrics["test/perplexity"] == pytest.approx(2.718281828 ** metrics["test/loss"], rel=1e-4)
