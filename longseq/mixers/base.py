@@ -251,7 +251,7 @@ class Mixer(KeepsArguments, nn.Module, Generic[StateT]):
 
         `backward` has the same class and options. Each operation over sequences runs once for both scans and reads the
         second half of its rows from the end. Submodules are mostly bypassed, so `Directions` calls `scan` instead where
-        they have hooks or were replaced, where a callback watches, and for packed rows.
+        they have hooks or were replaced, and for packed rows.
         """
         raise NotImplementedError
 

@@ -42,9 +42,9 @@ class Directions(nn.Module):
 
     In the state dict, `mixers.i` is the mixer of order i. `mixers.0` has the shared projections.
 
-    Mixers with `Mixer.scan_pair` read an order and its reverse in one call. They read one order after the other if a
-    callback watches, if they or their submodules have hooks or were replaced (adapters, quantisation), and for packed
-    rows. A hook on such a mixer sees the projected tokens and the reading before the output projection.
+    Mixers with `Mixer.scan_pair` read an order and its reverse in one call. They read one order after the other if they
+    or their submodules have hooks or were replaced (adapters, quantisation), and for packed rows. A hook on such a
+    mixer sees the projected tokens and the reading before the output projection.
 
     The two mixers of a pair are separate modules, whose parameters `scan_pair` stacks in each call; no measurement
     shows the cost. One module with parameters `[2, ...]` would break adapters and quantisation, which look for

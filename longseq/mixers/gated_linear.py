@@ -31,7 +31,7 @@ class GatedLinearMixer(Mixer[StateT]):
     ) -> tuple[Tensor, Tensor | None]:
         """Run `q, k [B, T, G, K]`, `v [B, T, H, V]`, `g [B, T, H]` or `[B, T, H, K]` through the recurrence.
 
-        Returns `[B, T, H, V]`, and the last memory if the options ask for it or a callback watches.
+        Returns `[B, T, H, V]`, and the last memory if the options ask for it.
         """
         mask = options.mask
         if mask is not None:

@@ -298,6 +298,8 @@ def _read_table(part: Part, columns: Columns) -> Found:
     _, header = next(rows, (0, []))
     if twice := [name for name in columns.names() if header.count(name) > 1]:
         raise ValueError(f"{part.path} has several columns {twice[0]!r}")
+    if header and (missing := [name for name in columns.names() if name not in header]):
+        raise ValueError(f"{part.path} has no column {missing[0]!r}; it has {', '.join(map(repr, header))}")
     for line, cells in rows:
         place = Place(part.path, f"line {line}")
         if len(cells) != len(header):  # an unquoted delimiter in a text moves the label to another column

@@ -209,7 +209,7 @@ class TrainingProgress(Callback):
         most = trainer.max_epochs if trainer.max_epochs and trainer.max_epochs > 0 else "∞"
         end = "" if last is None else f"/{last}"
         facts = [f"epoch {trainer.current_epoch + 1}/{most}", f"update {trainer.global_step}{end}"]
-        names = ["train/loss", *(["val/loss", self.metric] if self._has_validated else [])]
+        names = ["train/loss", *(dict.fromkeys(["val/loss", self.metric]) if self._has_validated else ())]
         metrics = trainer.callback_metrics
         facts += [f"{name} {float(metrics[name]):.4f}" for name in names if name in metrics]
         if seconds > 0:

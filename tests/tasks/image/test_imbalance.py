@@ -244,12 +244,12 @@ def measure(metrics: Any, scores: np.ndarray, wanted: np.ndarray) -> dict[str, f
 
 
 TABLES = {
-    "file_name,tag\na.png,x\n": "line 2: no label in column 'label'",
+    "file_name,tag\na.png,x\n": "no column 'label'; it has 'file_name', 'tag'",
     "file_name,label\na.png,x\na.png,y\n": "line 3: 'a.png' is in line 2 already",
     "file_name,label\na.png,x\nb.png,x,y\n": "line 3: 3 cells under a header of 2",
     "file_name,label\na.png,x\n./a.png,y\n": "line 3: './a.png' is in line 2 already",
     "file_name,label\na.png,x\nb.png,\n": "line 3: no label in column 'label'",
-    "file_name;label\na.png;x\n": "line 2: no text in column 'file_name'",
+    "file_name;label\na.png;x\n": "no column 'file_name'; it has 'file_name;label'",
     "file_name,label\na.png,x\n": "leaves a split empty",
 }
 
