@@ -145,7 +145,8 @@ class Chosen(NamedTuple):
 class DocumentBatches(Dataset[Batch]):
     """Maps `Chosen` to inputs and targets.
 
-    `budget` is the length of rows, `longest` of the longest document. By the seed `crops`, epochs read other windows.
+    `budget` is the length of rows, `longest` of the longest document. With the seed `crops`, each epoch reads
+    another window of a long document.
     """
 
     def __init__(self, split: Split, budget: int, longest: int, *, crops: int | None = None) -> None:

@@ -256,7 +256,7 @@ def _pack(
 class DeviceTransform:
     """Decodes and augments a batch: inputs `EncodedImages` -> uint8 [B, C, S, S] on the device.
 
-    Pixels differ from Pillow's by rounding. A file that cannot be decoded is replaced by an image, by its index.
+    Pixels differ from Pillow's by rounding. An image that its index determines replaces a file that cannot be decoded.
     """
 
     def __init__(

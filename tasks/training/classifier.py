@@ -32,7 +32,8 @@ _MOST_CLASSES = 100  # of a confusion matrix in metrics.json
 class ClassifierModule(TrainedModule):
     """A module that gives each sample one of several classes, or with `multi_label` any number of them.
 
-    Means over classes include those that a split has. Checkpoints keep the `thresholds`, which a validation may choose.
+    Means over the classes are over those that a split has. Checkpoints keep the `thresholds` in force. If a validation
+    chooses them, its metrics are for these.
 
     Args:
         chosen_metrics, metric: more metrics of validation and test (see `make_metrics`).

@@ -44,7 +44,7 @@ class Muon(torch.optim.Muon):
 def orthogonalize(matrix: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
     """About the nearest orthogonal matrix to `matrix [M, N]`, in float32: Newton-Schulz iterations of degree five.
 
-    Products are rounded to bfloat16, as in torch: the iterations amplify them, and models would learn differently.
+    Products are rounded to bfloat16, as in torch: the iterations amplify the roundings, which change what is learned.
 
     Source: Muon (Jordan et al., 2024): with X = matrix / ‖matrix‖, X ← a X + (b X Xᵀ + c (X Xᵀ)²) X in each step.
     """

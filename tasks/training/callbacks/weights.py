@@ -94,7 +94,8 @@ class NonFiniteStop(Callback):
     """Raises NonFiniteError with the update and the loss or parameter that was first not finite.
 
     Every update is checked on the device. The result is read every `every_n_steps` updates and before each checkpoint,
-    which so has finite weights. Under a loss scaler (trainer.precision=16-mixed), gradients are not checked.
+    so that no checkpoint holds a non-finite weight. Under a loss scaler (trainer.precision=16-mixed), gradients are not
+    checked.
 
     With several processes, each checks its own loss and its shards of the parameters, and all stop together.
     """
