@@ -216,9 +216,9 @@ def backward(
             t = zero + (begin + pieces * TOKENS)
             for _ in range(0, rest - 1 - left):
                 values = load_values(x, rate, x_step, rate_step, t, wide, D, EVEN, 1)
-                key, _, norm_t = load_entries(prepared, t, e, STEP, LONGHORN, 1)[0]
+                entry = load_entries(prepared, t, e, STEP, LONGHORN, 1)[0]
                 x_t, rate_t = values[0][0].to(tl.float32), values[0][1].to(tl.float32)
-                before = advance(before, x_t, rate_t, key, norm_t, rates, LONGHORN)
+                before = advance(before, x_t, rate_t, entry[0], entry[2], rates, LONGHORN)
                 t += 1
             g, d_rates = _walk_back(
                 before, g, d_rates, load_values(x, rate, x_step, rate_step, t, wide, D, EVEN, 1),
