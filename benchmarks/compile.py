@@ -46,7 +46,6 @@ import longseq.kernels
 from longseq.kernels import list_ops
 from longseq.kernels.dispatch import backends, explain, list_stepped_ops
 from longseq.kernels.self_test import SELF_TEST_VARIABLE, find_trial, list_calls
-from longseq.kernels.token_choice.fused import list_calls as list_choice_calls
 
 HERE = Path(__file__).parent
 CAPABILITIES = {".".join(map(str, capability)): capability for capability in absent_gpu.SHARED_MEMORY}
@@ -56,8 +55,6 @@ WIDTHS = (128, 256, 512)
 STATES = (16, 64)
 CHUNKS = (1, 16, 64)
 TENSOR_MEMORY = 512  # the columns of Blackwell's tensor memory
-# Kernels without a self-test, which have lists of calls of their own.
-UNTESTED = {"token_choice": list_choice_calls}
 SECONDS = 20.0  # the interval between two writings of the file
 
 
@@ -84,7 +81,7 @@ class _SharedMemoryIsKnown(Exception):
 def list_compiled() -> list[str]:
     """The operations with Triton kernels, including those for one token."""
     names = [*list_ops(), *list_ops("local"), *(f"{op}_step" for op in list_stepped_ops())]
-    return [*(op for op in names if "triton" in [backend.name for backend in backends(op)]), *UNTESTED]
+    return [op for op in names if "triton" in [backend.name for backend in backends(op)]]
 
 
 def main() -> None:
@@ -216,9 +213,6 @@ def list_calls_at_widths(op: str) -> Iterator[tuple[str, bool, Callable[[], Any]
 
     The boolean is true for the widths of the self-test.
     """
-    if op in UNTESTED:
-        yield from ((name, True, call) for name, call in UNTESTED[op]())
-        return
     for place, widths in enumerate(list_widths(op)):
         sizes = " ".join(f"{name}={size}" for name, size in widths.items())
         for dtype in (torch.bfloat16, torch.float32):

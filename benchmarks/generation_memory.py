@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from report import add_circumstances
 
-from longseq.backbones.generation import Continuation, Sampling, TokenSampler
+from longseq.backbones.generation import Continuation
+from longseq.backbones.sampling import Sampling, TokenSampler
 from longseq.backbones.tokens import TokenBackbone
 from longseq.parameters import count_parameters
 from longseq.tasks.lm.writer import draw_tokens

@@ -23,7 +23,8 @@ from report import add_common_arguments, make_result, to_markdown, write_result
 from torch import Tensor, nn
 
 import longseq  # noqa: F401  registers the image models
-from longseq.backbones.generation import Continuation, Sampling, StepGraph, TokenSampler, can_record
+from longseq.backbones.generation import Continuation, StepGraph, can_record
+from longseq.backbones.sampling import Sampling, TokenSampler
 from longseq.backbones.tokens import TokenBackbone, TokenState, mlp_width
 from longseq.kernels import token_loss
 from longseq.kernels.packing import Packing

@@ -9,7 +9,7 @@ layer between its projections, read in both directions. `convolved_features` has
 
 A `Packing`, made once from `cu_seqlens`, can be given in place of `cu_seqlens`. Operations and layers then derive
 positions and groups from the borders once per batch. `packed_attention` is softmax attention over such packed
-sequences. `token_choice` draws tokens from the scores of a language model.
+sequences.
 
 Operations over time share these arguments. `cu_seqlens` [N + 1] holds 0 and the end of each of N packed sequences: the
 batch is then 1, and states have N rows. With `reverse` sequences are read from their last token to their first: the
@@ -49,7 +49,6 @@ from longseq.kernels.recursive_least_squares import recursive_least_squares, rec
 from longseq.kernels.short_convolution import short_convolution, short_convolution_step
 from longseq.kernels.silu_product import silu_product
 from longseq.kernels.slot_attention import slot_attention, slot_attention_step
-from longseq.kernels.token_choice import token_choice
 from longseq.kernels.token_loss import token_loss
 from longseq.kernels.variational_linear_attention import variational_linear_attention, variational_linear_attention_step
 
@@ -83,7 +82,6 @@ __all__ = [
     "silu_product",
     "slot_attention",
     "slot_attention_step",
-    "token_choice",
     "token_loss",
     "variational_linear_attention",
     "variational_linear_attention_step",

@@ -17,7 +17,8 @@ from timm.models import checkpoint
 from torch import Tensor, nn
 
 from longseq.arguments import check_choice
-from longseq.backbones.generation import Continuation, Sampling, TokenSampler
+from longseq.backbones.generation import Continuation
+from longseq.backbones.sampling import Sampling, TokenSampler
 from longseq.backbones.stack import build_blocks, mixer_options_of
 from longseq.backbones.vocabulary_loss import SummedLoss, sum_scored, summed_loss, token_losses
 from longseq.blocks.channel_mixing import ChannelMixing, ChannelMixing7

@@ -8,7 +8,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from longseq.backbones.generation import Continuation, Sampling, TokenSampler, can_record
+from longseq.backbones.generation import Continuation, can_record
+from longseq.backbones.sampling import Sampling, TokenSampler
 from longseq.backbones.tokens import TokenBackbone
 from longseq.kernels.packing import Packing
 from longseq.tasks.commands import Generate

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from longseq.backbones.generation import Continuation, Sampling, StepGraph, TokenSampler
+from longseq.backbones.generation import Continuation, StepGraph
+from longseq.backbones.sampling import Sampling, TokenSampler
 from longseq.backbones.tokens import TokenBackbone
 from longseq.state import state_tensors
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from longseq.backbones.generation import Sampling, TokenSampler
-from longseq.kernels.token_choice.choice import choose_tokens, penalize, random_places
+from longseq.backbones.sampling import Sampling, TokenSampler, choose_tokens, penalize, random_places
 
 OPTIONS: list[dict[str, Any]] = [
     {},
