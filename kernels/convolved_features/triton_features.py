@@ -21,8 +21,8 @@ from torch import Tensor
 
 from longseq.kernels.custom_op import Gradients, custom_op, empty_like
 from longseq.kernels.devices import channels_adjacent
-from longseq.kernels.head_features.features import EPS
 from longseq.kernels.head_features.triton_features import (
+    EPS,
     KINDS,
     differentiate_map,
     head_features_triton,
@@ -49,7 +49,7 @@ WARP = 128
 UNROLL = {"forward": (4, 8), "backward": (4, 4)}
 PROGRAMS = {"forward": 16384, "backward": 4096}
 LARGEST_WARPS = 8  # wider heads are not read by one program
-STRENGTHS = 32  # tokens whose write strengths are computed together
+STRENGTHS = tl.constexpr(32)  # tokens whose write strengths are computed together
 ALIGNMENT = 16  # rows of a gradient begin at multiples of this many numbers, so that a thread stores several at once
 
 # Arguments that Triton must not specialise on, because no kernel gets faster by it: fewer kernels to compile.
@@ -78,16 +78,8 @@ def _place(T, stretch, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, GROUP:
         there = there & (column < K)
     over_t = tl.cdiv(T, stretch)
     first = (tile % over_t) * stretch
-    return (
-        tile.to(tl.int64),
-        (tile // over_t).to(tl.int64),
-        first,
-        tl.minimum(first + stretch, T),
-        part,
-        head,
-        channel,
-        there,
-    )
+    number, row = tile.to(tl.int64), (tile // over_t).to(tl.int64)
+    return number, row, first, tl.minimum(first + stretch, T), part, head, channel, there
 
 
 @triton.jit
@@ -106,8 +98,8 @@ def _load_token(x, t, step, T, channel, there):
 @triton.jit
 def _load_tokens(x, t, step, T, channel, there, COUNT: tl.constexpr):
     """COUNT tokens from token t on."""
-    rows = (_load_token(x, t, step, T, channel, there),)
-    for i in tl.static_range(1, COUNT):
+    rows = ()
+    for i in tl.static_range(COUNT):
         rows = rows + (_load_token(x, t + i, step, T, channel, there),)
     return rows
 
@@ -115,50 +107,35 @@ def _load_tokens(x, t, step, T, channel, there, COUNT: tl.constexpr):
 @triton.jit
 def _load_window(x, t, step, T, channel, there, WIDTH: tl.constexpr):
     """The W inputs before token t, the latest first. The oldest of them is never used."""
-    window = (_load_token(x, t - 1, step, T, channel, there).to(tl.float32),)
-    for k in tl.static_range(1, WIDTH):
+    window = ()
+    for k in tl.static_range(WIDTH):
         window = window + (_load_token(x, t - 1 - k, step, T, channel, there).to(tl.float32),)
     return window
 
 
 @triton.jit
-def _load_reach(reach, t, T, PACKED: tl.constexpr):
-    """The reach of token t, see `_of_segment`; 0 outside."""
-    found = 0
-    if PACKED:
-        t = tl.cast(t, tl.int64)
-        found = tl.load(reach + t, mask=(t >= 0) & (t < T), other=0)
-    return found
+def _load_reaches(reach, t, T, COUNT: tl.constexpr):
+    """The reaches of COUNT tokens from token t on, 0 outside; none if the batch is not packed.
 
-
-@triton.jit
-def _load_reaches(reach, t, T, PACKED: tl.constexpr, COUNT: tl.constexpr):
-    """The reaches of COUNT tokens from token t on. Loaded together, before a token between them is stored."""
-    found = (_load_reach(reach, t, T, PACKED),)
-    for i in tl.static_range(1, COUNT):
-        found = found + (_load_reach(reach, t + i, T, PACKED),)
-    return found
-
-
-@triton.jit
-def _if_reached(value, reach, DISTANCE: tl.constexpr):
-    if DISTANCE > 0:
-        value = tl.where(reach >= DISTANCE, value, 0.0)
-    return value
-
-
-@triton.jit
-def _of_segment(values, reach, WIDTH: tl.constexpr, PACKED: tl.constexpr, DELAY: tl.constexpr):
-    """W values, one for each of the last W tokens: zero for those beyond the reach of the token of DELAY steps ago.
-
-    The reach of a token is how many tokens of its packed segment come before it in the direction of reading.
+    The reach of a token is how many tokens of its packed segment come before it in the direction of reading. They are
+    loaded together, before a token between them is stored.
     """
-    if PACKED:
-        own = (_if_reached(values[0], reach, DELAY),)
-        for k in tl.static_range(1, WIDTH):
-            own = own + (_if_reached(values[k], reach, k if DELAY == 0 else DELAY - k),)
-        values = own
-    return values
+    found = ()
+    if reach is not None:
+        for i in tl.static_range(COUNT):
+            at = tl.cast(t + i, tl.int64)
+            found = found + (tl.load(reach + at, mask=(at >= 0) & (at < T), other=0),)
+    return found
+
+
+@triton.jit
+def _of_segment(values, reaches, i: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr, DELAY: tl.constexpr):
+    """W values, one for each of the last W tokens: zero for those beyond reach i, of the token of DELAY steps ago."""
+    own = ()
+    for k in tl.static_range(WIDTH):
+        distance = k if DELAY == 0 else DELAY - k
+        own = own + (tl.where(reaches[i] >= distance, values[k], 0.0) if PACKED and distance > 0 else values[k],)
+    return own
 
 
 @triton.jit
@@ -170,8 +147,8 @@ def _tap(k, back, WIDTH: tl.constexpr):
 @triton.jit
 def _load_taps(weight, channel, there, back, WIDTH: tl.constexpr):
     """The taps for the inputs 0 ... W-1 steps ago, in float32."""
-    taps = (tl.load(weight + channel * WIDTH + _tap(0, back, WIDTH), mask=there, other=0.0).to(tl.float32),)
-    for k in tl.static_range(1, WIDTH):
+    taps = ()
+    for k in tl.static_range(WIDTH):
         tap = tl.load(weight + channel * WIDTH + _tap(k, back, WIDTH), mask=there, other=0.0)
         taps = taps + (tap.to(tl.float32),)
     return taps
@@ -187,19 +164,17 @@ def _map(z, unit, K: tl.constexpr, BLOCK_K: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
-def _scale(feature, unit, EPS: tl.constexpr, L1: tl.constexpr):
+def _scale(feature, unit, L1: tl.constexpr):
     """The factor for the features of each head, [GROUP, 1]: 1 / norm for queries and keys (`unit`), 1 for values."""
     return tl.where(unit, tl.rsqrt(squared_norm(feature, L1) + EPS)[:, None], 1.0)
 
 
 @triton.jit
-def _gradient(
-    z, dy, unit, EPS: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, KIND: tl.constexpr, L1: tl.constexpr
-):
+def _gradient(z, dy, unit, K: tl.constexpr, BLOCK_K: tl.constexpr, KIND: tl.constexpr, L1: tl.constexpr):
     """The gradient of z from the gradient of its features."""
     dy = dy.to(tl.float32)
     feature = _map(z, unit, K, BLOCK_K, KIND)
-    scale = _scale(feature, unit, EPS, L1)
+    scale = _scale(feature, unit, L1)
     slope = differentiate_map(z, 0)
     if KIND != 0:
         slope = tl.where(unit, differentiate_map(z, KIND), slope)
@@ -208,7 +183,7 @@ def _gradient(
 
 
 @triton.jit
-def _place_strengths(first, end, t, head, H: tl.constexpr, GROUP: tl.constexpr, STRENGTHS: tl.constexpr):
+def _place_strengths(t, end, head, H: tl.constexpr, GROUP: tl.constexpr):
     """Tokens [STRENGTHS, 1] from token t on, heads [1, GROUP], and a mask of those that exist."""
     token = t + tl.arange(0, STRENGTHS)[:, None]
     head += tl.arange(0, GROUP)[None, :]
@@ -218,16 +193,15 @@ def _place_strengths(first, end, t, head, H: tl.constexpr, GROUP: tl.constexpr, 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def convolve_features(
     x, weight, reach, q, k, v, beta, B, T, x_row, x_token, stretch,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, EPS: tl.constexpr, KIND: tl.constexpr,
-    L1: tl.constexpr, REVERSE: tl.constexpr, READINGS: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr,
-    BLOCK_K: tl.constexpr, UNROLL: tl.constexpr, STRENGTHS: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr, L1: tl.constexpr,
+    REVERSE: tl.constexpr, READINGS: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """q, k or v of a few heads in a stretch of tokens; programs for q also write beta."""
     _, row, first, end, part, head, channel, there = _place(T, stretch, H, K, V, GROUP, BLOCK_K)
     x += row * x_row
     if part == 0:
         for t in range(first, end, STRENGTHS):
-            token, heads, inside = _place_strengths(first, end, t, head, H, GROUP, STRENGTHS)
+            token, heads, inside = _place_strengths(t, end, head, H, GROUP)
             logit = tl.load(x + token * x_token + (2 * K + V) * H + heads, mask=inside, other=0.0).to(tl.float32)
             for reading in tl.static_range(READINGS):
                 at = ((row + reading * B) * T + token) * H + heads
@@ -239,6 +213,7 @@ def convolve_features(
     x += part * H * K
     back = _is_backward(row, B, REVERSE, READINGS)
     delay = back * (WIDTH - 1)
+    PACKED: tl.constexpr = reach is not None
     DELAY: tl.constexpr = WIDTH - 1 if REVERSE == 1 and READINGS == 1 else 0  # `delay` of packed segments
     taps = _load_taps(weight, channel, there, back, WIDTH)
     y_at = y + row * T * width
@@ -249,16 +224,16 @@ def convolve_features(
     window = _load_window(x, begin, x_token, T, channel, there, WIDTH)
     for u in range(begin, end + (delay if READINGS == 1 else WIDTH - 1), UNROLL):
         rows = _load_tokens(x, u, x_token, T, channel, there, UNROLL)
-        reaches = _load_reaches(reach, u - DELAY, T, PACKED, UNROLL)
+        reaches = _load_reaches(reach, u - DELAY, T, UNROLL)
         for i in tl.static_range(UNROLL):
             window = push(window, rows[i].to(tl.float32), WIDTH)
-            z = convolve(_of_segment(window, reaches[i], WIDTH, PACKED, DELAY), taps, 0.0, WIDTH)
+            z = convolve(_of_segment(window, reaches, i, WIDTH, PACKED, DELAY), taps, 0.0, WIDTH)
             feature = _map(z, unit, K, BLOCK_K, KIND)
-            feature *= _scale(feature, unit, EPS, L1)
+            feature *= _scale(feature, unit, L1)
             _store_token(y_at, u + i - delay, width, first, end, channel, there, feature)
             if READINGS == 2:
                 feature = _map(convolve(window, later_taps, 0.0, WIDTH), unit, K, BLOCK_K, KIND)
-                feature *= _scale(feature, unit, EPS, L1)
+                feature *= _scale(feature, unit, L1)
                 _store_token(later_at, u + i - (WIDTH - 1), width, first, end, channel, there, feature)
 
 
@@ -298,9 +273,9 @@ def _store_token(y, t, step, first, end, channel, there, values):
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def differentiate_convolved(
     x, weight, reach, dq, dk, dv, d_beta, dx, sums, B, T, x_row, x_token, dx_token, P, stretch,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, EPS: tl.constexpr, KIND: tl.constexpr,
-    L1: tl.constexpr, REVERSE: tl.constexpr, READINGS: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr,
-    WEIGHS: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr, STRENGTHS: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr, L1: tl.constexpr,
+    REVERSE: tl.constexpr, READINGS: tl.constexpr, WEIGHS: tl.constexpr, GROUP: tl.constexpr, BLOCK_K: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):  # fmt: skip
     """The gradient of x in a stretch of tokens, for the channels of a few heads of q, k or v.
 
@@ -313,7 +288,7 @@ def differentiate_convolved(
     dx += row * T * dx_token
     if part == 0:
         for t in range(first, end, STRENGTHS):
-            token, heads, inside = _place_strengths(first, end, t, head, H, GROUP, STRENGTHS)
+            token, heads, inside = _place_strengths(t, end, head, H, GROUP)
             strength = tl.sigmoid(tl.load(x + token * x_token + C + heads, mask=inside, other=0.0).to(tl.float32))
             d_strength = tl.load(d_beta + (row * T + token) * H + heads, mask=inside, other=0.0)
             if READINGS == 2:
@@ -332,6 +307,7 @@ def differentiate_convolved(
     sums += tile * WIDTH * C + part * H * K
     back = _is_backward(row, B, REVERSE, READINGS)
     delay = back * (WIDTH - 1)
+    PACKED: tl.constexpr = reach is not None
     DELAY: tl.constexpr = WIDTH - 1 if REVERSE == 1 and READINGS == 1 else 0  # `delay` of packed segments
     taps = _load_taps(weight, channel, there, back, WIDTH)
     dweight = zeros_of_taps(channel, WIDTH)
@@ -344,22 +320,22 @@ def differentiate_convolved(
     behind = zeros_of_taps(channel, WIDTH)
     for u in range(first, end + (WIDTH - 1), UNROLL):
         rows = _load_tokens(x, u, x_token, T, channel, there, UNROLL)
-        reaches = _load_reaches(reach, u - DELAY, T, PACKED, UNROLL)
+        reaches = _load_reaches(reach, u - DELAY, T, UNROLL)
         dy_rows = _load_tokens(dy_at, u - delay, width, T, channel, there, UNROLL)
         if READINGS == 2:
             later_rows = _load_tokens(later_at, u - (WIDTH - 1), width, T, channel, there, UNROLL)
         for i in tl.static_range(UNROLL):
             window = push(window, rows[i].to(tl.float32), WIDTH)
-            seen = _of_segment(window, reaches[i], WIDTH, PACKED, DELAY)
-            dz = _gradient(convolve(seen, taps, 0.0, WIDTH), dy_rows[i], unit, EPS, K, BLOCK_K, KIND, L1)
+            seen = _of_segment(window, reaches, i, WIDTH, PACKED, DELAY)
+            dz = _gradient(convolve(seen, taps, 0.0, WIDTH), dy_rows[i], unit, K, BLOCK_K, KIND, L1)
             t = u + i - delay
             if WEIGHS:
                 dweight = accumulate(dweight, seen, tl.where((t >= first) & (t < end), dz, 0.0), WIDTH)
             behind = push(behind, tl.zeros_like(dz), WIDTH)
-            behind = accumulate(behind, _of_segment(taps, reaches[i], WIDTH, PACKED, DELAY), dz, WIDTH)
+            behind = accumulate(behind, _of_segment(taps, reaches, i, WIDTH, PACKED, DELAY), dz, WIDTH)
             t = u + i - (WIDTH - 1)
             if READINGS == 2:
-                dz = _gradient(convolve(window, later_taps, 0.0, WIDTH), later_rows[i], unit, EPS, K, BLOCK_K, KIND, L1)
+                dz = _gradient(convolve(window, later_taps, 0.0, WIDTH), later_rows[i], unit, K, BLOCK_K, KIND, L1)
                 if WEIGHS:
                     d_later = accumulate(d_later, window, tl.where((t >= first) & (t < end), dz, 0.0), WIDTH)
                 behind = accumulate(behind, later_taps, dz, WIDTH)
@@ -389,8 +365,8 @@ def _prepare(
     launch = Prepared(
         convolve_features if kernel == "forward" else differentiate_convolved, device, tiles * over_c,
         (batch, tokens, *numbers, stretch),
-        H=heads, K=key_dim, V=value_dim, WIDTH=width, EPS=EPS, **constants, GROUP=group, BLOCK_K=block_k,
-        UNROLL=unroll, STRENGTHS=STRENGTHS, **launch_options(_warps(group * block_k, width)),
+        H=heads, K=key_dim, V=value_dim, WIDTH=width, **constants, GROUP=group, BLOCK_K=block_k, UNROLL=unroll,
+        **launch_options(_warps(group * block_k, width)),
     )  # fmt: skip
     return launch, tiles
 
@@ -406,13 +382,8 @@ def _find_reach(x: Tensor, cu_seqlens: Tensor | None, reverse: int) -> Tensor | 
     return None if reach is None else reach[int(reverse > 0)]
 
 
-def _find_constants(
-    weight: Tensor, cu_seqlens: Tensor | None, feature_map: str, l1: bool, reverse: int
-) -> dict[str, int]:  # fmt: skip
-    return {
-        "KIND": KINDS[feature_map], "L1": l1, "REVERSE": reverse, "READINGS": 2 if weight.dim() == 3 else 1,
-        "PACKED": cu_seqlens is not None,
-    }  # fmt: skip
+def _find_constants(weight: Tensor, feature_map: str, l1: bool, reverse: int) -> dict[str, int]:
+    return {"KIND": KINDS[feature_map], "L1": l1, "REVERSE": reverse, "READINGS": 2 if weight.dim() == 3 else 1}
 
 
 def _allocate(
@@ -439,7 +410,7 @@ def convolved_features(
     batch, tokens, _ = x.shape
     launch, _ = _prepare(
         "forward", x.device, batch, tokens, x.stride()[:2], weight.shape[-1], num_heads, key_dim, v.shape[3],
-        **_find_constants(weight, cu_seqlens, feature_map, l1, reverse),
+        **_find_constants(weight, feature_map, l1, reverse),
     )  # fmt: skip
     launch(x, weight, _find_reach(x, cu_seqlens, reverse), q, k, v, beta)
     return q, k, v, beta
@@ -466,7 +437,7 @@ def convolved_features_backward(
     dx, weighs = _allocate_gradient(x), wanted[1]
     launch, tiles = _prepare(
         "backward", x.device, batch, tokens, (*x.stride()[:2], dx.stride(1), channels), weight.shape[-1], heads,
-        key_dim, dv.shape[3], WEIGHS=weighs, **_find_constants(weight, cu_seqlens, feature_map, l1, reverse),
+        key_dim, dv.shape[3], WEIGHS=weighs, **_find_constants(weight, feature_map, l1, reverse),
     )  # fmt: skip
     rows = (*weight.shape[:-2], tiles, weight.shape[-1], weight.shape[-2])
     sums = x.new_empty(rows if weighs else 0, dtype=torch.float32)

@@ -28,6 +28,8 @@ from longseq.kernels.diagonal_scan.triton_forward import (
 )
 from longseq.kernels.triton_tiles import direction
 
+LN2 = tl.constexpr(0.6931471805599453)
+
 
 @triton.jit
 def _within_threads(x, VECTOR: tl.constexpr):
@@ -87,8 +89,7 @@ def _step_back(
         g *= tl.exp2(rate_t[:, None, :] * rates)
         d_exponent = g * kept
         d_rates += d_exponent * rate_t[:, None, :]
-        LN2: tl.constexpr = 0.6931471805599453
-        d_rate_t = LN2 * tl.sum(tl.sum(d_exponent * rates, 1), 0)[None, :] + x_t * along
+        d_rate_t = tl.sum(tl.sum(d_exponent * rates, 1), 0)[None, :] * LN2 + x_t * along
         d_x_t = rate_t * along
     return g, d_rates, d_x_t, d_rate_t, d_key
 
@@ -243,8 +244,7 @@ def backward(
             )  # fmt: skip
     store_state(d_initial + n * STATE * D, e, d, D, tl.where(done == 0, D, 0), g, False, VECTOR)
     if d_A is not None:
-        LN2: tl.constexpr = 0.6931471805599453
-        store_state(d_A + slot * STATE * D, e, d, D, D, LN2 * d_rates, EVEN, VECTOR)
+        store_state(d_A + slot * STATE * D, e, d, D, D, d_rates * LN2, EVEN, VECTOR)
 
 
 @triton.jit(do_not_specialize=["blocks", "tokens"])

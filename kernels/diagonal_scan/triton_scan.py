@@ -24,6 +24,7 @@ from longseq.kernels.diagonal_scan.triton_forward import forward, prepare, summa
 from longseq.kernels.reading import Reverse, number_of
 from longseq.kernels.segments import find_span
 from longseq.kernels.triton_launch import (
+    Prepared,
     borders_on,
     cdiv,
     count_sequences,
@@ -125,12 +126,19 @@ class _Plan(NamedTuple):
         """The entry of the table for a kernel."""
         return LAUNCHES[4, self.width][self.name(kernel, channels)]
 
-    def launch(self, walk: Walk, channels: int) -> dict[str, Any]:
-        """The constants and options of a launch."""
+    def launch(
+        self, kernel: Any, walk: Walk, x: Tensor, rate: Tensor, A: Tensor | None, *sizes: int, **constants: Any
+    ) -> Prepared:
+        """The launch of a kernel for all parts; its own `sizes` follow those of tokens and channels."""
+        tokens, channels = x.shape[1:]
         tile = walk.tile(self.width)
-        options = launch_options(1, maxnreg=walk.registers)
-        even = channels % tile["BLOCK_D"] == 0
-        return {**self.constants, **tile, **options, "EVEN": even, "VECTOR": walk.vector, "TOKENS": walk.tokens}
+        half = A.stride(0) if A is not None and A.dim() == 3 else 0  # from A to the A of the second half of the rows
+        return find_launch(
+            kernel, x.device, self.slots * cdiv(channels, tile["BLOCK_D"]),
+            (tokens, channels, *sizes, half, *_strides(x, rate)),
+            EVEN=channels % tile["BLOCK_D"] == 0, VECTOR=walk.vector, TOKENS=walk.tokens,
+            **tile, **self.constants, **constants, **launch_options(1, maxnreg=walk.registers),
+        )  # fmt: skip
 
 
 def _plan(x: Tensor, key: Tensor, A: Tensor | None, cu_seqlens: Tensor | None, reverse: int) -> _Plan:
@@ -157,11 +165,10 @@ def _prepare(plan: _Plan, key: Tensor, query: Tensor) -> Tensor:
     row = 2 * plan.width + (4 if longhorn else 0)
     prepared = key.new_empty((batch, tokens, row), dtype=torch.float32)
     if prepared.numel():
-        launch = find_launch(
+        find_launch(
             prepare, key.device, batch * cdiv(tokens, PREPARED), (tokens, entries, *_strides(key, query)),
             LONGHORN=longhorn, WIDTH=plan.width, TOKENS=PREPARED, **launch_options(2),
-        )  # fmt: skip
-        launch(key, query, prepared)
+        )(key, query, prepared)  # fmt: skip
     return prepared
 
 
@@ -171,22 +178,29 @@ def _summarize(
     """What each part does to a state: products of decays, and final states from zero. None without parts."""
     if not plan.constants["SPAN"]:
         return None, None
-    tokens, channels = x.shape[1:]
-    products, ends = (x.new_empty((plan.slots, plan.width, channels), dtype=torch.float32) for _ in range(2))
-    constants = plan.launch(plan.walk("summarize", channels), channels)
-    launch = find_launch(
-        summarize, x.device, plan.slots * cdiv(channels, constants["BLOCK_D"]),
-        (tokens, channels, _half(A), *_strides(x, rate)), ADJOINT=adjoint, **constants,
-    )  # fmt: skip
+    products, ends = (_allocate_states(x, plan.width, plan.slots) for _ in range(2))
+    launch = plan.launch(summarize, plan.walk("summarize", x.shape[2]), x, rate, A, ADJOINT=adjoint)
     launch(x, rate, prepared, A, cu_seqlens, plan.sequence_of, products, ends)
     return products, ends
 
 
-def _allocate_results(x, rate, key, query, A, initial_state, cu_seqlens, reverse, save):
-    return allocate(x, key, cu_seqlens, save)
+def allocate(
+    x: Tensor, rate: Tensor, key: Tensor, query: Tensor, A: Tensor | None, initial_state: Tensor | None,
+    cu_seqlens: Tensor | None, reverse: int, save: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Empty tensors for the output, the final state and the checkpoints."""
+    batch, tokens, _ = x.shape
+    width, sequences = next_power_of_2(key.shape[2]), count_sequences(batch, cu_seqlens)
+    slots = count_slots(batch, tokens, CHECKPOINT, cu_seqlens) if save else 0
+    return x.new_empty(x.shape), _allocate_states(x, width, sequences), _allocate_states(x, width, slots)
 
 
-@custom_op("diagonal_scan", _allocate_results)
+def _allocate_states(x: Tensor, width: int, count: int) -> Tensor:
+    """An empty tensor for `count` states [W, D]."""
+    return x.new_empty((count, width, x.shape[2]), dtype=torch.float32)
+
+
+@custom_op("diagonal_scan", allocate)
 def diagonal_scan(
     x: Tensor, rate: Tensor, key: Tensor, query: Tensor, A: Tensor | None, initial_state: Tensor | None,
     cu_seqlens: Tensor | None, reverse: int, save: bool,
@@ -197,19 +211,16 @@ def diagonal_scan(
     D]. Returns o [B, T, D] in x's type, the final state, and the checkpoints that the backward pass needs (empty
     without `save`).
     """
+    output, final, checkpoints = allocate(x, rate, key, query, A, initial_state, cu_seqlens, reverse, save)
     x, rate, key, query = (channels_adjacent(tensor) for tensor in (x, rate, key, query))
-    tokens, channels = x.shape[1:]
-    output, final, checkpoints = allocate(x, key, cu_seqlens, save)
     A, initial_state = contiguous(A), contiguous(initial_state)
     if final.numel():
         plan = _plan(x, key, A, cu_seqlens, reverse)
         prepared = _prepare(plan, key, query)
         products, ends = _summarize(plan, x, rate, prepared, A, cu_seqlens, adjoint=False)
-        constants = plan.launch(plan.walk("forward", channels), channels)
-        launch = find_launch(
-            forward, x.device, plan.slots * cdiv(channels, constants["BLOCK_D"]),
-            (tokens, channels, _half(A), *_strides(x, rate)),
-            HAS_INITIAL=initial_state is not None, SAVE=save, CHECKPOINT=CHECKPOINT, **constants,
+        launch = plan.launch(
+            forward, plan.walk("forward", x.shape[2]), x, rate, A,
+            HAS_INITIAL=initial_state is not None, SAVE=save, CHECKPOINT=CHECKPOINT,
         )  # fmt: skip
         launch(
             x, rate, prepared, A, final if initial_state is None else initial_state, cu_seqlens,
@@ -222,7 +233,7 @@ def _allocate_gradients(
     x: Tensor, rate: Tensor, key: Tensor, query: Tensor, A: Tensor | None, cu_seqlens: Tensor | None, *_: Any
 ) -> Gradients:
     d_A = None if A is None else A.new_empty(A.shape, dtype=torch.float32)
-    state = _allocate_states(x, key, count_sequences(x.shape[0], cu_seqlens))
+    state = _allocate_states(x, next_power_of_2(key.shape[2]), count_sequences(x.shape[0], cu_seqlens))
     return *[empty_like(tensor) for tensor in (x, rate, key, query)], d_A, state
 
 
@@ -251,27 +262,24 @@ def differentiate_scan(
     """
     x, rate, key, query = (channels_adjacent(tensor) for tensor in (x, rate, key, query))
     batch, tokens, channels = x.shape
-    entries = key.shape[2]
-    d_output = d_output.contiguous()
-    A = contiguous(A)
+    d_output, A = d_output.contiguous(), contiguous(A)
     plan = _plan(x, key, A, cu_seqlens, reverse)
-    d_initial = _allocate_states(x, key, plan.sequences)
-    d_A = None if A is None else x.new_empty((plan.slots, plan.width, channels), dtype=torch.float32)
+    d_initial = _allocate_states(x, plan.width, plan.sequences)
+    d_A = None if A is None else _allocate_states(x, plan.width, plan.slots)
     if d_initial.numel():
         prepared = _prepare(plan, key, query)
         if plan.constants["SPAN"] and d_output.shape[0] < batch:
             d_output = torch.cat((d_output, d_output))
         products, ends = _summarize(plan, d_output, rate, prepared, A, cu_seqlens, adjoint=True)
-        walk = plan.walk("backward", channels)
-        constants = plan.launch(walk, channels)
-        blocks = cdiv(channels, constants["BLOCK_D"])
+        launched = plan.walk("backward", channels)
+        block = launched.tile(plan.width)["BLOCK_D"]
+        blocks = cdiv(channels, block)
         d_prepared = x.new_empty((blocks, batch, tokens, 2, plan.width), dtype=torch.float32)
-        pieces = (plan.slots * blocks, CHECKPOINT // walk.tokens, plan.width, constants["BLOCK_D"])
+        pieces = (plan.slots * blocks, CHECKPOINT // launched.tokens, plan.width, block)
         scratch = x.new_empty(pieces, dtype=torch.float32)
-        launch = find_launch(
-            backward, x.device, plan.slots * blocks,
-            (tokens, channels, batch * tokens, d_output.shape[0], _half(A), *_strides(x, rate)),
-            HAS_FINAL=d_final is not None, CHECKPOINT=CHECKPOINT, **constants,
+        launch = plan.launch(
+            backward, launched, x, rate, A, batch * tokens, d_output.shape[0],
+            HAS_FINAL=d_final is not None, CHECKPOINT=CHECKPOINT,
         )  # fmt: skip
         launch(
             x, rate, prepared, A, cu_seqlens, plan.sequence_of, products, ends, checkpoints, scratch,
@@ -279,32 +287,13 @@ def differentiate_scan(
             d_x, d_rate, d_prepared, d_A, d_initial,
         )  # fmt: skip
         if d_key.numel():
-            launch = find_launch(
+            find_launch(
                 gather, x.device, cdiv(batch * tokens, GATHERED), (blocks, batch * tokens, d_key.stride(1)),
-                N=entries, WIDTH=plan.width, TOKENS=GATHERED, **launch_options(2),
-            )  # fmt: skip
-            launch(d_prepared, d_key, d_query)
+                N=key.shape[2], WIDTH=plan.width, TOKENS=GATHERED, **launch_options(2),
+            )(d_prepared, d_key, d_query)  # fmt: skip
     if A is not None and d_A is not None:
         d_A = d_A.sum(0) if A.dim() == 2 else d_A.unflatten(0, (2, -1)).sum(1)
     return d_A, d_initial
-
-
-def allocate(x: Tensor, key: Tensor, cu_seqlens: Tensor | None, save: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Empty tensors for the output, the final state and the checkpoints."""
-    batch, tokens, _ = x.shape
-    sequences = count_sequences(batch, cu_seqlens)
-    slots = count_slots(batch, tokens, CHECKPOINT, cu_seqlens) if save else 0
-    return x.new_empty(x.shape), _allocate_states(x, key, sequences), _allocate_states(x, key, slots)
-
-
-def _allocate_states(x: Tensor, key: Tensor, count: int) -> Tensor:
-    """An empty tensor for `count` states [W, D]."""
-    return x.new_empty((count, next_power_of_2(key.shape[2]), x.shape[2]), dtype=torch.float32)
-
-
-def _half(A: Tensor | None) -> int:
-    """The distance from A to the A of the second half of the rows; 0 if both halves share A."""
-    return A.stride(0) if A is not None and A.dim() == 3 else 0
 
 
 def _strides(*tensors: Tensor) -> list[int]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from longseq.kernels.custom_op import Gradients, custom_op
 from longseq.kernels.devices import rows_of
-from longseq.kernels.head_features.features import EPS, FEATURE_MAPS
+from longseq.kernels.head_features import features
 from longseq.kernels.triton_launch import PREPARED, Prepared, cdiv, launch_options, next_power_of_2
 from longseq.kernels.triton_tiles import MINUS_LOG2_E
 
@@ -18,7 +18,8 @@ from longseq.kernels.triton_tiles import MINUS_LOG2_E
 BLOCK = 1024
 WARP = 256
 
-KINDS = {name: number for number, name in enumerate(FEATURE_MAPS)}
+KINDS = {name: number for number, name in enumerate(features.FEATURE_MAPS)}
+EPS = tl.constexpr(features.EPS)
 
 
 @triton.jit
@@ -84,7 +85,8 @@ def squared_norm(feature, L1: tl.constexpr):
 
 
 @triton.jit
-def unit_rows(x, EPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, L1: tl.constexpr):
+def unit_rows(x, WIDTH: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, L1: tl.constexpr):
+    """The feature map of a head's channels, divided by its norm."""
     feature = map_channels(x, WIDTH, BLOCK, KIND)
     return feature / tl.sqrt_rn(squared_norm(feature, L1) + EPS)[:, None]
 
@@ -100,9 +102,7 @@ def norm_slope(unit, L1: tl.constexpr):
 
 
 @triton.jit
-def unit_gradient(
-    x, dy, EPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, L1: tl.constexpr
-):
+def unit_gradient(x, dy, WIDTH: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, L1: tl.constexpr):
     """The gradient of x from the gradient of `unit_rows(x)`."""
     feature = map_channels(x, WIDTH, BLOCK, KIND)
     norm = tl.sqrt_rn(squared_norm(feature, L1) + EPS)[:, None]
@@ -121,8 +121,8 @@ def place_rows(rows, H, BLOCK_R: tl.constexpr):
 @triton.jit(do_not_specialize=["rows"])
 def unit_features(
     x, logits, q, k, v, beta, rows, x_row, logits_row,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, EPS: tl.constexpr, KIND: tl.constexpr, L1: tl.constexpr,
-    READINGS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KIND: tl.constexpr, L1: tl.constexpr, READINGS: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """q, k, v and beta of one head, for a block of rows.
 
@@ -133,8 +133,8 @@ def unit_features(
     query = load_rows(x, row, x_row, head * K, there, K, BLOCK_K)
     key = load_rows(x, row, x_row, (H + head) * K, there, K, BLOCK_K)
     value = load_rows(x, row, x_row, 2 * H * K + head * V, there, V, BLOCK_V)
-    store_rows(q, row, H * K, head * K, there, unit_rows(query, EPS, K, BLOCK_K, KIND, L1), K, BLOCK_K)
-    store_rows(k, row, H * K, head * K, there, unit_rows(key, EPS, K, BLOCK_K, KIND, L1), K, BLOCK_K)
+    store_rows(q, row, H * K, head * K, there, unit_rows(query, K, BLOCK_K, KIND, L1), K, BLOCK_K)
+    store_rows(k, row, H * K, head * K, there, unit_rows(key, K, BLOCK_K, KIND, L1), K, BLOCK_K)
     store_rows(v, row, H * V, head * V, there, value * tl.sigmoid(value), V, BLOCK_V)
     if READINGS > 0:
         logit = tl.load(logits + row % (rows // READINGS) * logits_row + head, mask=there, other=0.0).to(tl.float32)
@@ -144,21 +144,19 @@ def unit_features(
 @triton.jit(do_not_specialize=["rows"])
 def differentiate_features(
     x, logits, dq, dk, dv, d_beta, dx, d_logits, rows, x_row, logits_row,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, EPS: tl.constexpr, KIND: tl.constexpr, L1: tl.constexpr,
-    READINGS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KIND: tl.constexpr, L1: tl.constexpr, READINGS: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """The gradients of x and of the logits, for one head and a block of rows. That of x is left out if dx is None."""
     head, row, there = place_rows(rows, H, BLOCK_R)
     if dx is not None:
         width: tl.constexpr = 2 * H * K + H * V
-        query = load_rows(x, row, x_row, head * K, there, K, BLOCK_K)
-        d_query = load_rows(dq, row, H * K, head * K, there, K, BLOCK_K)
-        d_query = unit_gradient(query, d_query, EPS, K, BLOCK_K, KIND, L1)
-        store_rows(dx, row, width, head * K, there, d_query, K, BLOCK_K)
-        key = load_rows(x, row, x_row, (H + head) * K, there, K, BLOCK_K)
-        d_key = load_rows(dk, row, H * K, head * K, there, K, BLOCK_K)
-        d_key = unit_gradient(key, d_key, EPS, K, BLOCK_K, KIND, L1)
-        store_rows(dx, row, width, (H + head) * K, there, d_key, K, BLOCK_K)
+        for part in tl.static_range(2):  # queries and keys
+            first = (part * H + head) * K
+            unit = load_rows(x, row, x_row, first, there, K, BLOCK_K)
+            d_unit = load_rows(dk if part else dq, row, H * K, head * K, there, K, BLOCK_K)
+            d_unit = unit_gradient(unit, d_unit, K, BLOCK_K, KIND, L1)
+            store_rows(dx, row, width, first, there, d_unit, K, BLOCK_K)
         value = load_rows(x, row, x_row, 2 * H * K + head * V, there, V, BLOCK_V)
         d_value = load_rows(dv, row, H * V, head * V, there, V, BLOCK_V)
         gate = tl.sigmoid(value)
@@ -176,23 +174,22 @@ def differentiate_features(
 
 @lru_cache(PREPARED)
 def _prepare(
-    backward: bool, device: torch.device, rows: int, row: int, logits_row: int, readings: int, heads: int, key_dim: int,
+    kernel: Any, device: torch.device, rows: int, row: int, logits_row: int, readings: int, heads: int, key_dim: int,
     value_dim: int, kind: int, l1: bool,
 ) -> Prepared:  # fmt: skip
-    """The launch of one of the kernels for `rows` rows of x with stride `row`."""
+    """The launch of a kernel for `rows` rows of x with stride `row`."""
     block_k, block_v = next_power_of_2(key_dim), next_power_of_2(value_dim)
     widest = max(block_k, block_v)
     block = max(1, BLOCK // widest)
     return Prepared(
-        differentiate_features if backward else unit_features, device, cdiv(rows, block) * heads,
-        (rows, row, logits_row),
-        H=heads, K=key_dim, V=value_dim, EPS=EPS, KIND=kind, L1=l1, READINGS=readings,
+        kernel, device, cdiv(rows, block) * heads, (rows, row, logits_row),
+        H=heads, K=key_dim, V=value_dim, KIND=kind, L1=l1, READINGS=readings,
         BLOCK_R=block, BLOCK_K=block_k, BLOCK_V=block_v, **launch_options(min(max(block * widest // WARP, 1), 8)),
     )  # fmt: skip
 
 
 def _launch(
-    backward: bool, x: Tensor, logits: Tensor | None, heads: int, key_dim: int, feature_map: str, l1: bool,
+    kernel: Any, x: Tensor, logits: Tensor | None, heads: int, key_dim: int, feature_map: str, l1: bool,
     *tensors: Tensor | None,
 ) -> None:  # fmt: skip
     channels = x.shape[-1]
@@ -202,7 +199,7 @@ def _launch(
         readings = count * heads // logits.numel()
         logits, logits_row = rows_of(logits)
     value_dim, kind = channels // heads - 2 * key_dim, KINDS[feature_map]
-    launch = _prepare(backward, x.device, count, row, logits_row, readings, heads, key_dim, value_dim, kind, l1)
+    launch = _prepare(kernel, x.device, count, row, logits_row, readings, heads, key_dim, value_dim, kind, l1)
     launch(rows, logits, *tensors)
 
 
@@ -221,7 +218,7 @@ def head_features(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q, k [..., H, K] and v [..., H, V] of x [..., 2 H K + H V], in x's type; beta [..., H], empty without logits."""
     q, k, v, beta = _allocate(x, logits, num_heads, key_dim)
-    _launch(False, x, logits, num_heads, key_dim, feature_map, l1, q, k, v, beta)
+    _launch(unit_features, x, logits, num_heads, key_dim, feature_map, l1, q, k, v, beta)
     return q, k, v, beta
 
 
@@ -235,7 +232,7 @@ def head_features_backward(
     dx = x.new_empty(x.shape) if wanted[0] else None
     d_logits = None if logits is None else logits.new_empty(logits.shape)
     _launch(
-        True, x, logits, num_heads, key_dim, feature_map, l1,
+        differentiate_features, x, logits, num_heads, key_dim, feature_map, l1,
         dq.contiguous(), dk.contiguous(), dv.contiguous(), d_beta.contiguous(), dx, d_logits,
     )  # fmt: skip
     return dx, d_logits

@@ -45,7 +45,7 @@ def _allocate(
         projected.new_empty((*readings, width)),
         rates,
         scanned,
-        allocate(x, key, None, save)[2],
+        allocate(x, x, key, key, None, None, None, BOTH_WAYS, save)[2],
     )
 
 

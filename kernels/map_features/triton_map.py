@@ -10,7 +10,6 @@ from torch import Tensor
 
 from longseq.kernels.custom_op import custom_op
 from longseq.kernels.devices import channels_adjacent
-from longseq.kernels.head_features.features import EPS
 from longseq.kernels.head_features.triton_features import (
     KINDS,
     differentiate_map,
@@ -34,8 +33,8 @@ NORMS = {None: 0, "l1": 1, "l2": 2}
 @triton.jit(do_not_specialize=["rows", "scale"])
 def apply_map(
     x, y, rows, x_row, x_head, scale,
-    H: tl.constexpr, K: tl.constexpr, EPS: tl.constexpr, KIND: tl.constexpr, NORM: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, NORM: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """The features of one head, for a block of rows."""
     head, row, there = place_rows(rows, H, BLOCK_R)
@@ -43,15 +42,15 @@ def apply_map(
     if NORM == 0:
         feature = map_channels(channels, K, BLOCK_K, KIND)
     else:
-        feature = unit_rows(channels, EPS, K, BLOCK_K, KIND, NORM == 1)
+        feature = unit_rows(channels, K, BLOCK_K, KIND, NORM == 1)
     store_rows(y, row, H * K, head * K, there, scale * feature, K, BLOCK_K)
 
 
 @triton.jit(do_not_specialize=["rows", "scale"])
 def differentiate_mapped(
     x, dy, dx, rows, x_row, x_head, scale,
-    H: tl.constexpr, K: tl.constexpr, EPS: tl.constexpr, KIND: tl.constexpr, NORM: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, NORM: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """The gradient of x for one head and a block of rows."""
     head, row, there = place_rows(rows, H, BLOCK_R)
@@ -60,7 +59,7 @@ def differentiate_mapped(
     if NORM == 0:
         gradient *= differentiate_map(channels, KIND)
     else:
-        gradient = unit_gradient(channels, gradient, EPS, K, BLOCK_K, KIND, NORM == 1)
+        gradient = unit_gradient(channels, gradient, K, BLOCK_K, KIND, NORM == 1)
     store_rows(dx, row, H * K, head * K, there, gradient, K, BLOCK_K)
 
 
@@ -73,7 +72,7 @@ def _launch(kernel, x: Tensor, tensors: list[Tensor], feature_map: str, norm: st
         return
     find_launch(
         kernel, x.device, cdiv(count, block) * heads, (count, rows.stride(0), rows.stride(1), float(scale)),
-        H=heads, K=width, EPS=EPS, KIND=KINDS[feature_map], NORM=NORMS[norm], BLOCK_R=block, BLOCK_K=columns,
+        H=heads, K=width, KIND=KINDS[feature_map], NORM=NORMS[norm], BLOCK_R=block, BLOCK_K=columns,
         **launch_options(min(max(block * columns // WARP, 1), 8)),
     )(rows, *tensors)  # fmt: skip
 

@@ -69,20 +69,20 @@ def _token(base, row, t, row_stride, token_stride, T, REVERSE: tl.constexpr):
 @triton.jit
 def _load_rows(at, step, t, T, d, D, UNROLL: tl.constexpr):
     """UNROLL tokens, read as numbers t, t + 1, ...; zero past the last token."""
-    rows = (tl.load(at + d, mask=_channels(t < T, d, D), other=0.0),)
-    for i in tl.static_range(1, UNROLL):
+    rows = ()
+    for i in tl.static_range(UNROLL):
         rows = rows + (tl.load(at + i * step + d, mask=_channels(t + i < T, d, D), other=0.0),)
     return rows
 
 
 @triton.jit
-def _load_taps(weight, bias, d, D, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr):
+def _load_taps(weight, bias, d, D, WIDTH: tl.constexpr):
     """The taps for the current token, the one before it, ..., and the bias, in float32."""
-    taps = (tl.load(weight + d * WIDTH + (WIDTH - 1), mask=d < D, other=0.0).to(tl.float32),)
-    for k in tl.static_range(1, WIDTH):
+    taps = ()
+    for k in tl.static_range(WIDTH):
         taps = taps + (tl.load(weight + d * WIDTH + (WIDTH - 1 - k), mask=d < D, other=0.0).to(tl.float32),)
     offset = tl.zeros((d.shape[0],), tl.float32)
-    if HAS_BIAS:
+    if bias is not None:
         offset = tl.load(bias + d, mask=d < D, other=0.0).to(tl.float32)
     return taps, offset
 
@@ -93,40 +93,26 @@ def _load_state(state, n, place, mask, d, D, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _load_window(
-    at, step, state, n, age, d, D, WIDTH: tl.constexpr, HAS_STATE: tl.constexpr
-):  # fmt: skip
-    """The W inputs before a token, the latest first; those before its sequence come from the state or are zero.
+def _load_window(at, step, state, n, age, d, D, WIDTH: tl.constexpr):
+    """The W inputs before token number `age` of a sequence, the latest first.
 
-    The oldest of them is never used.
+    Those before the sequence come from the state or are zero. The oldest of them is never used.
     """
-    zeros = tl.zeros((d.shape[0],), tl.float32)
-    window = (zeros,)
-    if WIDTH > 1:
-        window = (_load_before(at, step, state, n, age, 1, d, D, WIDTH, HAS_STATE),)
-        for k in tl.static_range(2, WIDTH):
-            window = window + (_load_before(at, step, state, n, age, k, d, D, WIDTH, HAS_STATE),)
-        window = window + (zeros,)
-    return window
+    window = ()
+    for k in tl.static_range(1, WIDTH):
+        seen = tl.load(at - k * step + d, mask=_channels(age >= k, d, D), other=0.0).to(tl.float32)
+        if state is not None:
+            seen += _load_state(state, n, WIDTH - 1 - k + age, _channels(age < k, d, D), d, D, WIDTH)
+        window = window + (seen,)
+    return window + (tl.zeros((d.shape[0],), tl.float32),)
 
 
 @triton.jit
-def _load_before(
-    at, step, state, n, age, k: tl.constexpr, d, D, WIDTH: tl.constexpr, HAS_STATE: tl.constexpr
-):  # fmt: skip
-    """The k-th input before a token, which is number `age` of its sequence."""
-    seen = tl.load(at - k * step + d, mask=_channels(age >= k, d, D), other=0.0).to(tl.float32)
-    if HAS_STATE:
-        seen += _load_state(state, n, WIDTH - 1 - k + age, _channels(age < k, d, D), d, D, WIDTH)
-    return seen
-
-
-@triton.jit
-def _segment(reach, segment_of, t, T, REVERSE: tl.constexpr, HAS_STATE: tl.constexpr):
+def _segment(reach, segment_of, t, T, REVERSE: tl.constexpr):
     """The packed segment of the token that is read as number t, 0 without states; and its number in the segment."""
     place = token_after(t, 0, T, REVERSE)
     n = tl.cast(0, tl.int64)
-    if HAS_STATE:
+    if segment_of is not None:
         n = tl.load(segment_of + place, mask=t < T, other=0).to(tl.int64)
     if REVERSE:
         reach += T
@@ -134,45 +120,30 @@ def _segment(reach, segment_of, t, T, REVERSE: tl.constexpr, HAS_STATE: tl.const
 
 
 @triton.jit
-def _segments(reach, segment_of, t, T, REVERSE: tl.constexpr, HAS_STATE: tl.constexpr, COUNT: tl.constexpr):
-    """The packed segments of COUNT tokens from number t on, and the tokens' numbers in them.
-
-    They are loaded together, before a token between them is stored.
-    """
-    n, age = _segment(reach, segment_of, t, T, REVERSE, HAS_STATE)
-    segments, ages = (n,), (age,)
-    for i in tl.static_range(1, COUNT):
-        n, age = _segment(reach, segment_of, t + i, T, REVERSE, HAS_STATE)
-        segments = segments + (n,)
-        ages = ages + (age,)
-    return segments, ages
+def _segments(reach, segment_of, t, T, REVERSE: tl.constexpr, COUNT: tl.constexpr):
+    """`_segment` of COUNT tokens from number t on, loaded together, before a token between them is stored."""
+    segments = ()
+    if reach is not None:
+        for i in tl.static_range(COUNT):
+            segments = segments + (_segment(reach, segment_of, t + i, T, REVERSE),)
+    return segments
 
 
 @triton.jit
-def _enter_segment(window, state, n, age, d, D, WIDTH: tl.constexpr, HAS_STATE: tl.constexpr):
+def _enter_segment(window, state, n, age, d, D, WIDTH: tl.constexpr):
     """At the first token of a packed segment, its state replaces the inputs of the segment before it."""
-    entered = (_first_input(window[0], state, n, age, 1, d, D, WIDTH, HAS_STATE),)
-    for k in tl.static_range(2, WIDTH + 1):
-        entered = entered + (_first_input(window[k - 1], state, n, age, k, d, D, WIDTH, HAS_STATE),)
+    entered = ()
+    for k in tl.static_range(1, WIDTH + 1):
+        seen = tl.where(age == 0, 0.0, window[k - 1])
+        if state is not None and k < WIDTH:
+            seen += _load_state(state, n, WIDTH - 1 - k, _channels(age == 0, d, D), d, D, WIDTH)
+        entered = entered + (seen,)
     return entered
 
 
 @triton.jit
-def _first_input(
-    seen, state, n, age, k: tl.constexpr, d, D, WIDTH: tl.constexpr, HAS_STATE: tl.constexpr
-):  # fmt: skip
-    seen = tl.where(age == 0, 0.0, seen)
-    if HAS_STATE and k < WIDTH:
-        seen += _load_state(state, n, WIDTH - 1 - k, _channels(age == 0, d, D), d, D, WIDTH)
-    return seen
-
-
-@triton.jit
 def push(window, newest, WIDTH: tl.constexpr):
-    pushed = (newest,)
-    for k in tl.static_range(WIDTH - 1):
-        pushed = pushed + (window[k],)
-    return pushed
+    return (newest,) + window[: WIDTH - 1]
 
 
 @triton.jit
@@ -199,25 +170,20 @@ def _spread(behind, taps, dz, age, WIDTH: tl.constexpr, PACKED: tl.constexpr):
     """Add a token's contribution to the gradients of the W inputs that it saw; the oldest of them is then complete."""
     spread = (taps[0] * dz,)
     for k in tl.static_range(1, WIDTH):
-        share = dz
-        if PACKED:
-            share = tl.where(age >= k, dz, 0.0)
+        share = tl.where(age >= k, dz, 0.0) if PACKED else dz
         spread = spread + (behind[k - 1] + taps[k] * share,)
     return spread
 
 
 @triton.jit
 def zeros_of_taps(like, WIDTH: tl.constexpr):
-    zeros = (tl.zeros(like.shape, tl.float32),)
-    for _ in tl.static_range(1, WIDTH):
-        zeros = zeros + (tl.zeros(like.shape, tl.float32),)
-    return zeros
+    return (tl.zeros(like.shape, tl.float32),) * WIDTH
 
 
 @triton.jit
 def accumulate(sums, window, dz, WIDTH: tl.constexpr):
-    added = (sums[0] + dz * window[0],)
-    for k in tl.static_range(1, WIDTH):
+    added = ()
+    for k in tl.static_range(WIDTH):
         added = added + (sums[k] + dz * window[k],)
     return added
 
@@ -225,29 +191,26 @@ def accumulate(sums, window, dz, WIDTH: tl.constexpr):
 @triton.jit
 def _convolve_stretch(
     x, weight, bias, state, reach, segment_of, y, T, D, x_row, x_token, row, n, first, end, d,
-    WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_STATE: tl.constexpr, PACKED: tl.constexpr,
-    REVERSE: tl.constexpr, SILU: tl.constexpr, UNROLL: tl.constexpr,
+    WIDTH: tl.constexpr, REVERSE: tl.constexpr, SILU: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """The outputs from token `first` to `end` - 1, in the order of reading, of row `row` of x and row n of y and the
     state.
     """
-    taps, offset = _load_taps(weight, bias, d, D, WIDTH, HAS_BIAS)
+    taps, offset = _load_taps(weight, bias, d, D, WIDTH)
     at, step = _token(x, row, first, x_row, x_token, T, REVERSE)
     y_at, y_step = _token(y, n * T, first, D, D, T, REVERSE)
     age = first
-    if PACKED:
-        n, age = _segment(reach, segment_of, first, T, REVERSE, HAS_STATE)
-    window = _load_window(at, step, state, n, age, d, D, WIDTH, HAS_STATE)
+    if reach is not None:
+        n, age = _segment(reach, segment_of, first, T, REVERSE)
+    window = _load_window(at, step, state, n, age, d, D, WIDTH)
 
     for t in range(first, end, UNROLL):
         rows = _load_rows(at, step, t, T, d, D, UNROLL)
-        segments, ages = (0,), (0,)
-        if PACKED:
-            segments, ages = _segments(reach, segment_of, t, T, REVERSE, HAS_STATE, UNROLL)
+        segments = _segments(reach, segment_of, t, T, REVERSE, UNROLL)
         for i in tl.static_range(UNROLL):
-            if PACKED:
-                n, age = segments[i], ages[i]
-                window = _enter_segment(window, state, n, age, d, D, WIDTH, HAS_STATE)
+            if reach is not None:
+                n, age = segments[i]
+                window = _enter_segment(window, state, n, age, d, D, WIDTH)
             window = push(window, rows[i].to(tl.float32), WIDTH)
             z = convolve(window, taps, offset, WIDTH)
             if SILU:
@@ -260,21 +223,21 @@ def _convolve_stretch(
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def _forward(
     x, weight, bias, state, reach, segment_of, y, B, T, D, x_row, x_token, stretch,
-    WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_STATE: tl.constexpr, PACKED: tl.constexpr,
-    REVERSE: tl.constexpr, SHARED: tl.constexpr, SILU: tl.constexpr, UNROLL: tl.constexpr, BLOCK_D: tl.constexpr,
+    WIDTH: tl.constexpr, REVERSE: tl.constexpr, SHARED: tl.constexpr, SILU: tl.constexpr, UNROLL: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
+    """One stretch of x; if SHARED, in both directions, with the taps of each of them."""
     _, row, first, end, d = _place(T, D, stretch, BLOCK_D)
-    _convolve_stretch(
-        x, weight, bias, state, reach, segment_of, y, T, D, x_row, x_token, row, row, first, end, d,
-        WIDTH, HAS_BIAS, HAS_STATE, PACKED, 0 if SHARED else REVERSE, SILU, UNROLL,
-    )  # fmt: skip
-    if SHARED:
-        weight += D * WIDTH  # the taps of the second direction
-        if HAS_BIAS:
-            bias += D
+    n = row
+    for second in tl.static_range(2 if SHARED else 1):
+        if second:
+            weight += D * WIDTH
+            if bias is not None:
+                bias += D
+            n, first, end = row + B, T - end, T - first
         _convolve_stretch(
-            x, weight, bias, state, reach, segment_of, y, T, D, x_row, x_token, row, row + B, T - end, T - first,
-            d, WIDTH, HAS_BIAS, HAS_STATE, PACKED, 1, SILU, UNROLL,
+            x, weight, bias, state, reach, segment_of, y, T, D, x_row, x_token, row, n, first, end, d,
+            WIDTH, second if SHARED else REVERSE, SILU, UNROLL,
         )  # fmt: skip
 
 
@@ -282,56 +245,53 @@ def _forward(
 def _differentiate_stretch(
     x, weight, bias, state, reach, segment_of, dy, skipped, skip_weight, dx, sums, T, D,
     x_row, x_token, dy_row, dy_token, dx_row, dx_token, row, n, first, end, d,
-    WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_STATE: tl.constexpr, PACKED: tl.constexpr,
-    HAS_SKIP: tl.constexpr, REVERSE: tl.constexpr, SILU: tl.constexpr, UNROLL: tl.constexpr, WEIGHS: tl.constexpr,
+    WIDTH: tl.constexpr, REVERSE: tl.constexpr, SILU: tl.constexpr, UNROLL: tl.constexpr, WEIGHS: tl.constexpr,
     ADD: tl.constexpr,
 ):  # fmt: skip
     """The gradients from token `first` to `end` - 1, in the order of reading.
 
     `row` is the row of x and dx, n that of dy and the state. With ADD, the gradient is added to what dx holds. If
-    WEIGHS, sums for weight and bias are written. With HAS_SKIP, the gradient of y is dy + skip_weight ⊙ skipped, where
-    `skipped` has the rows of x.
+    WEIGHS, sums for weight and bias are written. With `skipped`, which has the rows of x, the gradient of y is
+    dy + skip_weight ⊙ skipped.
     """
-    taps, offset = _load_taps(weight, bias, d, D, WIDTH, HAS_BIAS)
+    taps, offset = _load_taps(weight, bias, d, D, WIDTH)
     at, step = _token(x, row, first, x_row, x_token, T, REVERSE)
     dy_at, dy_step = _token(dy, n, first, dy_row, dy_token, T, REVERSE)
     skipped_at, skipped_step = dy_at, dy_step
     scale = offset
-    if HAS_SKIP:
+    if skipped is not None:
         skipped_at, skipped_step = _token(skipped, row * T, first, D, D, T, REVERSE)
         scale = tl.load(skip_weight + d, mask=d < D, other=0.0).to(tl.float32)
     dx_at, dx_step = _token(dx, row, first - (WIDTH - 1), dx_row, dx_token, T, REVERSE)
     age = first
-    if PACKED:
-        n, age = _segment(reach, segment_of, first, T, REVERSE, HAS_STATE)
-    window = _load_window(at, step, state, n, age, d, D, WIDTH, HAS_STATE)
+    if reach is not None:
+        n, age = _segment(reach, segment_of, first, T, REVERSE)
+    window = _load_window(at, step, state, n, age, d, D, WIDTH)
     behind = zeros_of_taps(d, WIDTH)
     dweight = zeros_of_taps(d, WIDTH)
     dbias = tl.zeros((d.shape[0],), tl.float32)
 
     for t in range(first, end + (WIDTH - 1), UNROLL):
         rows = _load_rows(at, step, t, T, d, D, UNROLL)
-        segments, ages = (0,), (0,)
-        if PACKED:
-            segments, ages = _segments(reach, segment_of, t, T, REVERSE, HAS_STATE, UNROLL)
+        segments = _segments(reach, segment_of, t, T, REVERSE, UNROLL)
         dy_rows = _load_rows(dy_at, dy_step, t, T, d, D, UNROLL)
         skipped_rows = dy_rows
-        if HAS_SKIP:
+        if skipped is not None:
             skipped_rows = _load_rows(skipped_at, skipped_step, t, T, d, D, UNROLL)
         for i in tl.static_range(UNROLL):
-            if PACKED:
-                n, age = segments[i], ages[i]
-                window = _enter_segment(window, state, n, age, d, D, WIDTH, HAS_STATE)
+            if reach is not None:
+                n, age = segments[i]
+                window = _enter_segment(window, state, n, age, d, D, WIDTH)
             window = push(window, rows[i].to(tl.float32), WIDTH)
             dy_t = dy_rows[i].to(tl.float32)
-            if HAS_SKIP:
+            if skipped is not None:
                 dy_t += scale * skipped_rows[i].to(tl.float32)
             dz = _gradient(window, taps, offset, dy_t, WIDTH, SILU)
             own = tl.where(t + i < end, dz, 0.0)
             if WEIGHS:
                 dweight = accumulate(dweight, window, own, WIDTH)
                 dbias += own
-            behind = _spread(behind, taps, dz, age, WIDTH, PACKED)
+            behind = _spread(behind, taps, dz, age, WIDTH, reach is not None)
             done = t + i - (WIDTH - 1)
             mask = _channels((done >= first) & (done < end), d, D)
             complete = behind[WIDTH - 1]
@@ -346,7 +306,7 @@ def _differentiate_stretch(
     if WEIGHS:
         for k in tl.static_range(WIDTH):
             tl.store(sums + (WIDTH - 1 - k) * D + d, dweight[k], mask=d < D)
-        if HAS_BIAS:
+        if bias is not None:
             tl.store(sums + WIDTH * D + d, dbias, mask=d < D)
 
 
@@ -354,55 +314,52 @@ def _differentiate_stretch(
 def _backward(
     x, weight, bias, state, reach, segment_of, dy, skipped, skip_weight, dx, sums, B, T, D,
     x_row, x_token, dy_row, dy_token, dx_row, dx_token, stretch,
-    WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_STATE: tl.constexpr, PACKED: tl.constexpr, HAS_SKIP: tl.constexpr,
-    REVERSE: tl.constexpr, SHARED: tl.constexpr, SILU: tl.constexpr, WEIGHS: tl.constexpr, UNROLL: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    WIDTH: tl.constexpr, REVERSE: tl.constexpr, SHARED: tl.constexpr, SILU: tl.constexpr, WEIGHS: tl.constexpr,
+    UNROLL: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
+    """The gradients from one stretch; if SHARED, those from both directions, one after the other."""
     tile, row, first, end, d = _place(T, D, stretch, BLOCK_D)
-    sums += tile * (WIDTH + HAS_BIAS) * D
-    _differentiate_stretch(
-        x, weight, bias, state, reach, segment_of, dy, skipped, skip_weight, dx, sums, T, D,
-        x_row, x_token, dy_row, dy_token, dx_row, dx_token, row, row, first, end, d,
-        WIDTH, HAS_BIAS, HAS_STATE, PACKED, HAS_SKIP, 0 if SHARED else REVERSE, SILU, UNROLL, WEIGHS, False,
-    )  # fmt: skip
-    if SHARED:
-        tl.debug_barrier()  # the next call reads what other threads wrote to dx
-        weight += D * WIDTH  # the taps of the second direction
-        if HAS_BIAS:
-            bias += D
-        if HAS_SKIP:
-            skip_weight += D
-        sums += B * tl.cdiv(T, stretch) * (WIDTH + HAS_BIAS) * D
+    sums += tile * (WIDTH + (bias is not None)) * D
+    n = row
+    for second in tl.static_range(2 if SHARED else 1):
+        if second:
+            tl.debug_barrier()  # this reading loads what other threads have written to dx
+            weight += D * WIDTH
+            if bias is not None:
+                bias += D
+            if skipped is not None:
+                skip_weight += D
+            sums += B * tl.cdiv(T, stretch) * (WIDTH + (bias is not None)) * D
+            n, first, end = row + B, T - end, T - first
         _differentiate_stretch(
             x, weight, bias, state, reach, segment_of, dy, skipped, skip_weight, dx, sums, T, D,
-            x_row, x_token, dy_row, dy_token, dx_row, dx_token, row, row + B, T - end, T - first, d,
-            WIDTH, HAS_BIAS, HAS_STATE, PACKED, HAS_SKIP, 1, SILU, UNROLL, WEIGHS, True,
+            x_row, x_token, dy_row, dy_token, dx_row, dx_token, row, n, first, end, d,
+            WIDTH, second if SHARED else REVERSE, SILU, UNROLL, WEIGHS, second,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=UNSPECIALISED)
 def _backward_state(
     x, weight, bias, state, cu_seqlens, dy, dstate, B, T, D, x_row, x_token, dy_row, dy_token,
-    WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, SHARED: tl.constexpr,
-    SILU: tl.constexpr, BLOCK_D: tl.constexpr,
+    WIDTH: tl.constexpr, REVERSE: tl.constexpr, SHARED: tl.constexpr, SILU: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The gradient of one sequence's state, from its first W - 1 tokens."""
     over_d = tl.cdiv(D, BLOCK_D)
     n = (tl.program_id(0) // over_d).to(tl.int64)
     d = (tl.program_id(0) % over_d) * BLOCK_D + tl.arange(0, BLOCK_D)
-    row, start, end, _ = sequence(n, T, cu_seqlens, PACKED, 1)
+    row, start, end, _ = sequence(n, T, cu_seqlens, cu_seqlens is not None, 1)
     dy_number = row
     if SHARED:
         if n >= B:
             row -= B
             weight += D * WIDTH
-            if HAS_BIAS:
+            if bias is not None:
                 bias += D
     skipped = T - end if REVERSE == 1 else start
-    taps, offset = _load_taps(weight, bias, d, D, WIDTH, HAS_BIAS)
+    taps, offset = _load_taps(weight, bias, d, D, WIDTH)
     at, step = _token(x, row, skipped, x_row, x_token, T, REVERSE)
     dy_at, dy_step = _token(dy, dy_number, skipped, dy_row, dy_token, T, REVERSE)
-    window = _load_window(at, step, state, n, 0, d, D, WIDTH, True)
+    window = _load_window(at, step, state, n, 0, d, D, WIDTH)
     behind = zeros_of_taps(d, WIDTH)
     for i in range(WIDTH - 1):
         seen = _channels(i < end - start, d, D)
@@ -430,10 +387,9 @@ def causal_convolution(
     y = _allocate_output(x, weight)
     launch = _prepare(
         "forward", x.device, x.shape, x.stride()[:2], WALKS[x.element_size()]["forward"],
-        WIDTH=weight.shape[-1], HAS_BIAS=bias is not None, HAS_STATE=_has(state), PACKED=cu_seqlens is not None,
-        REVERSE=reverse, SHARED=weight.dim() == 3, SILU=silu,
+        WIDTH=weight.shape[-1], REVERSE=reverse, SHARED=weight.dim() == 3, SILU=silu,
     )[0]  # fmt: skip
-    launch(x, weight, bias, state, *_find_places(x, state, cu_seqlens), y)
+    launch(x, weight, bias, *_find_places(x, state, cu_seqlens), y)
     return y
 
 
@@ -468,22 +424,18 @@ def differentiate_convolution(
     bias, state = contiguous(bias), contiguous(initial_state)
     channels, width = weight.shape[-2:]
     table = WALKS[x.element_size()]["backward"]
-    constants = {
-        "WIDTH": width, "HAS_BIAS": bias is not None, "PACKED": cu_seqlens is not None, "REVERSE": reverse,
-        "SHARED": weight.dim() == 3, "SILU": silu,
-    }  # fmt: skip
+    constants = {"WIDTH": width, "REVERSE": reverse, "SHARED": weight.dim() == 3, "SILU": silu}
+    strides = *x.stride()[:2], *dy.stride()[:2]
     launch, block, tiles = _prepare(
-        "backward", x.device, x.shape, (*x.stride()[:2], *dy.stride()[:2], *dx.stride()[:2]), table,
-        HAS_STATE=_has(state), HAS_SKIP=skipped is not None, WEIGHS=weighs, **constants,
-    )  # fmt: skip
+        "backward", x.device, x.shape, (*strides, *dx.stride()[:2]), table, WEIGHS=weighs, **constants
+    )
     rows = (*weight.shape[:-2], tiles, width + (bias is not None), channels)
     sums = x.new_empty(rows if weighs else 0, dtype=torch.float32)
     dstate = None if state is None or not enters else state.new_empty(state.shape)
-    launch(x, weight, bias, state, *_find_places(x, state, cu_seqlens), dy, skipped, skip_weight, dx, sums)
+    launch(x, weight, bias, *_find_places(x, state, cu_seqlens), dy, skipped, skip_weight, dx, sums)
     if state is not None and dstate is not None and dstate.numel():
         find_launch(
-            _backward_state, x.device, state.shape[0] * cdiv(channels, block),
-            (*x.shape, *x.stride()[:2], *dy.stride()[:2]),
+            _backward_state, x.device, state.shape[0] * cdiv(channels, block), (*x.shape, *strides),
             BLOCK_D=block, **constants, **table.options,
         )(x, weight, bias, state, cu_seqlens, dy, dstate)  # fmt: skip
     if not weighs:
@@ -573,14 +525,11 @@ def reach_of_tokens(x: Tensor, cu_seqlens: Tensor | None) -> Tensor | None:
     return find_once(cu_seqlens, ("reach", tokens), find)
 
 
-def _find_places(x: Tensor, state: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """The reach of each token, and its packed segment if that has a state."""
-    segments = None if cu_seqlens is None or not _has(state) else sequence_of_tokens(cu_seqlens, x.shape[1])
-    return reach_of_tokens(x, cu_seqlens), segments
-
-
-def _has(state: Tensor | None) -> bool:
-    return state is not None and state.numel() > 0
+def _find_places(x: Tensor, state: Tensor | None, cu_seqlens: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The state, None if it is empty; the reach of each token, and its packed segment if that has a state."""
+    state = None if state is None or not state.numel() else state
+    segments = None if cu_seqlens is None or state is None else sequence_of_tokens(cu_seqlens, x.shape[1])
+    return state, reach_of_tokens(x, cu_seqlens), segments
 
 
 @lru_cache(PREPARED)
