@@ -17,9 +17,8 @@ from longseq.kernels.delta_rule.triton_delta import delta_rule, delta_rule_backw
 from longseq.kernels.devices import channels_adjacent, contiguous
 from longseq.kernels.precision import without_autocast
 from longseq.kernels.reading import Reverse, number_of
-from longseq.kernels.recursive_least_squares.reference import refresh_due
 from longseq.kernels.recursive_least_squares.triton_least_squares import (
-    count_steps,
+    find_refreshes,
     recursive_least_squares,
     recursive_least_squares_backward,
 )
@@ -183,10 +182,8 @@ def variational_linear_attention_triton(
     """
     S, A, z, steps = (None,) * 4 if initial_state is None else initial_state
     cu_seqlens = borders_on(k.device, cu_seqlens)
-    seen, count, final_steps = count_steps(count, steps, cu_seqlens, reverse)
-    added = None
-    if u is not None and refresh_period:
-        added = refresh_due(seen, count, refresh_period, refresh, torch.float32)
+    period = None if u is None else refresh_period
+    added, final_steps = find_refreshes(count, steps, cu_seqlens, reverse, period, refresh)
     save = records_gradient(q, k, v, u, S, A, z)
     with without_autocast(k):
         o, *states, _ = variational_linear_attention(
