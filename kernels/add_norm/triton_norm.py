@@ -41,15 +41,14 @@ def _standardise(total, inside, eps, D: tl.constexpr, CENTRED: tl.constexpr):
 @triton.jit(do_not_specialize=["rows", "eps"])
 def normalise(
     x, branch, weight, bias, total, y, rows, x_row, branch_row, eps,
-    D: tl.constexpr, HAS_BRANCH: tl.constexpr, HAS_BIAS: tl.constexpr, CENTRED: tl.constexpr, PAIRED: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+    D: tl.constexpr, CENTRED: tl.constexpr, PAIRED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """A block of rows: the sum of x and branch, and its norm; if PAIRED, the sum of the norms of both readings."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     column = tl.arange(0, BLOCK_D)
     inside = (row < rows)[:, None] & (column < D)[None, :]
     added = load_rows(x, row, x_row, column, inside)
-    if HAS_BRANCH:
+    if branch is not None:
         added += load_rows(branch, row, branch_row, column, inside)
         added = added.to(total.dtype.element_ty)
         _store(total, row, D, inside, added, BLOCK_D)
@@ -60,7 +59,7 @@ def normalise(
         x += rows.to(tl.int64) * x_row
         other, _ = _standardise(load_rows(x, row, x_row, column, inside), inside, eps, D, CENTRED)
         unit += other * tl.load(weight + D + column, mask=column < D, other=0.0).to(tl.float32)[None, :]
-    if HAS_BIAS:
+    if bias is not None:
         unit += tl.load(bias + column, mask=column < D, other=0.0).to(tl.float32)[None, :]
     _store(y, row, D, inside, unit, BLOCK_D)
 
@@ -77,8 +76,8 @@ def _pull_back(d_unit, unit, factor, D: tl.constexpr, CENTRED: tl.constexpr):
 @triton.jit(do_not_specialize=["rows", "blocks", "eps"])
 def differentiate_norm(
     total, weight, d_total, dy, dx, d_branch, sums, rows, blocks, total_row, eps,
-    D: tl.constexpr, HAS_TOTAL: tl.constexpr, HAS_BRANCH: tl.constexpr, HAS_BIAS: tl.constexpr, CENTRED: tl.constexpr,
-    PAIRED: tl.constexpr, WEIGHS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+    D: tl.constexpr, HAS_BRANCH: tl.constexpr, HAS_BIAS: tl.constexpr, CENTRED: tl.constexpr, PAIRED: tl.constexpr,
+    WEIGHS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The gradients of x and branch; if WEIGHS, also this program's part of the gradients of weight and bias.
 
@@ -106,7 +105,7 @@ def differentiate_norm(
             added += d_unit * unit
             other = _pull_back(d_unit * other_scale, unit, factor, D, CENTRED)
             _store(dx, behind, D, inside, other, BLOCK_D)
-        if HAS_TOTAL:
+        if d_total is not None:
             gradient += load_rows(d_total, row, D, column, inside)
         _store(dx, row, D, inside, gradient, BLOCK_D)
         if HAS_BRANCH:
@@ -127,14 +126,13 @@ def _blocks(width: int, readings: int) -> dict[str, int]:
 
 @lru_cache(PREPARED)
 def _prepare(
-    device: torch.device, rows: int, width: int, x_row: int, branch_row: int, eps: float, has_branch: bool,
-    has_bias: bool, centred: bool, readings: int,
-) -> Prepared:  # fmt: skip
+    device: torch.device, rows: int, width: int, x_row: int, branch_row: int, eps: float, centred: bool, readings: int
+) -> Prepared:
     """The launch of `normalise`."""
     blocks = _blocks(width, readings)
     return Prepared(
         normalise, device, cdiv(rows, blocks["BLOCK_R"]), (rows, x_row, branch_row, eps),
-        D=width, HAS_BRANCH=has_branch, HAS_BIAS=has_bias, CENTRED=centred, PAIRED=readings == 2, **blocks,
+        D=width, CENTRED=centred, PAIRED=readings == 2, **blocks,
     )  # fmt: skip
 
 
@@ -162,10 +160,7 @@ def add_norm(
     branches, branch_row = (None, 0) if branch is None else rows_of(branch)
     width = x.shape[-1]
     if width:
-        launch = _prepare(
-            x.device, y.numel() // width, width, x_row, branch_row, eps, branch is not None, bias is not None, centred,
-            weight.dim(),
-        )  # fmt: skip
+        launch = _prepare(x.device, y.numel() // width, width, x_row, branch_row, eps, centred, weight.dim())
         launch(rows, branches, weight.contiguous(), contiguous(bias), total, y)
     return total, y
 
@@ -188,24 +183,23 @@ def add_norm_backward(
     The last tensor is [2, D] for a weight with a bias or of two readings, else [1, D]; without `weighs`, it is empty.
     """
     rows, row = rows_of(total)
-    gradients = contiguous(d_total)
-    dx = _like(total, dtype)
-    d_branch = total.new_empty((0,)) if branch_dtype is None else _like(total, branch_dtype)
+    dx, d_branch, sums = _allocate_gradients(
+        total, weight, d_total, dy, eps, centred, has_bias, dtype, branch_dtype, False
+    )
     readings, width = weight.dim(), total.shape[-1]
     count = total.numel() // (width * readings) if width else 0
     launch, programs = _prepare_backward(
-        total.device, count, width, row, eps, d_total is not None, branch_dtype is not None, has_bias, centred,
-        readings, weighs,
-    )  # fmt: skip
+        total.device, count, width, row, eps, branch_dtype is not None, has_bias, centred, readings, weighs
+    )
     parts = total.new_empty((1 + (has_bias or readings == 2), programs if weighs else 0, width), dtype=torch.float32)
-    launch(rows, weight.contiguous(), gradients, dy.contiguous(), dx, d_branch, parts)
-    return dx, d_branch, parts.sum(1).to(weight.dtype) if weighs else total.new_empty((0,))
+    launch(rows, weight.contiguous(), contiguous(d_total), dy.contiguous(), dx, d_branch, parts)
+    return dx, d_branch, parts.sum(1).to(weight.dtype) if weighs else sums
 
 
 @lru_cache(PREPARED)
 def _prepare_backward(
-    device: torch.device, rows: int, width: int, row: int, eps: float, has_total: bool, has_branch: bool,
-    has_bias: bool, centred: bool, readings: int, weighs: bool,
+    device: torch.device, rows: int, width: int, row: int, eps: float, has_branch: bool, has_bias: bool, centred: bool,
+    readings: int, weighs: bool,
 ) -> tuple[Prepared, int]:  # fmt: skip
     """The launch of `differentiate_norm`, and the size of its grid."""
     shape = _blocks(width, readings)
@@ -213,8 +207,8 @@ def _prepare_backward(
     programs = min(blocks, PROGRAMS)
     launch = Prepared(
         differentiate_norm, device, programs, (rows, blocks, row, eps),
-        D=width, HAS_TOTAL=has_total, HAS_BRANCH=has_branch, HAS_BIAS=has_bias, CENTRED=centred, PAIRED=readings == 2,
-        WEIGHS=weighs, **shape,
+        D=width, HAS_BRANCH=has_branch, HAS_BIAS=has_bias, CENTRED=centred, PAIRED=readings == 2, WEIGHS=weighs,
+        **shape,
     )  # fmt: skip
     return launch, programs
 

@@ -10,7 +10,7 @@ chunk and H: D M / C + D numbers for each token and head. Their backward pass ne
 runs.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,122 +100,92 @@ WIDTH = 64  # the least block of tokens, channels or slots: rows of operands as 
 SCRATCH = 1 << 26  # the numbers of all programs of the exact form's backward pass together
 
 
-class _Form(NamedTuple):
-    """What both passes derive from the arguments of a call."""
-
-    constants: dict[str, Any]  # the compile-time arguments of every kernel
-    launches: dict[str, Launch]
-    chunk: int
-    sequences: int
-    slots: int  # an upper bound of the number of chunks, or of stretches of CHECKPOINT tokens, of all sequences
-    sequence_of: Tensor | None  # the sequence of each packed chunk
-
-    @property
-    def is_exact(self) -> bool:
-        return self.chunk == 1
-
-    def block(self, kernel: str) -> int:
-        """The number of slots that the kernel takes at a time."""
-        return min(self.launch(kernel).block, block_width(self.constants["M"], WIDTH))
-
-    def arguments(self, kernel: str, **more: Any) -> dict[str, Any]:
-        """The keyword arguments of a kernel: `more`, the launch and the constants."""
-        unused = {"advance_chunks": "PRECISION", "retreat_chunks": "PRECISION"}.get(kernel, "DTYPE")
-        constants = {name: value for name, value in self.constants.items() if self.is_exact or name != unused}
-        return constants | more | self.launch(kernel).options
-
-    def launch(self, kernel: str) -> Launch:
-        return self.launches[kernel + ("_short" if 1 < self.chunk <= SHORT else "")]
-
-
-def _form(
-    inputs: Inputs, cu_seqlens: Tensor | None, objective: str, unit: bool, chunk_size: int, reverse: int
-) -> _Form:
-    batch, tokens, _, width = inputs.v.shape
-    columns = inputs.k.shape[3]
-    chunk = min(chunk_size, tokens)
-    constants: dict[str, Any] = {"D": width, "M": columns, "REVERSE": reverse}
-    block_d, block_m = next_power_of_2(width), next_power_of_2(columns)
-    sequence_of = None
-    precision = torch.float32
-    if chunk == 1:
-        slots = count_slots(batch, tokens, CHECKPOINT, cu_seqlens)
-        constants |= {"OBJECTIVE": objective, "UNIT": unit, "EVERY": CHECKPOINT, "BLOCK_D": block_d, "BLOCK_M": block_m}
-    else:
-        slots = count_slots(batch, tokens, chunk, cu_seqlens)
-        sequence_of = sequence_of_slots(slots, chunk, tokens, cu_seqlens)
-        precision = _precision(inputs)
-        constants |= {
-            "DTYPE": TRITON_DTYPES[precision], "PRECISION": "tf32x3" if precision == torch.float32 else "tf32",
-            "CHUNK": chunk, "BLOCK_C": SHORT if chunk <= SHORT else WIDTH, "BLOCK_D": block_width(width, WIDTH),
-        }  # fmt: skip
-    side = next(side for _, side in LAUNCHES if side * side >= block_d * block_m)
-    sequences = count_sequences(batch, cu_seqlens)
-    return _Form(constants, LAUNCHES[precision.itemsize, side], chunk, sequences, slots, sequence_of)
-
-
-def _precision(inputs: Inputs) -> torch.dtype:
-    """The type of the products in loops over time: bfloat16 if q, k and v are, else float32.
-
-    Float16 has too little range for slots that grow.
-    """
-    # Triton's interpreter, which runs on a CPU, multiplies matrices of bfloat16 as integers.
-    roomy = all(x.dtype == torch.bfloat16 for x in inputs[:3]) and inputs.v.device.type != "cpu"
-    return torch.bfloat16 if roomy else torch.float32
-
-
 class _Call:
-    """The launches of one call, forward or backward."""
+    """What both passes derive from the arguments of a call, and the launches of their kernels."""
 
     def __init__(
-        self, inputs: Inputs, initial_state: Tensor, cu_seqlens: Tensor | None, objective: str, unit: bool,
-        scale: float, chunk_size: int, reverse: int,
+        self, q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, g: Tensor | None, initial: Tensor,
+        cu_seqlens: Tensor | None, objective: str, unit: bool, scale: float, chunk_size: int, reverse: int,
     ) -> None:  # fmt: skip
-        self.inputs = Inputs._make(evenly(x) for x in inputs)
-        self.initial, self.scale = initial_state.contiguous(), scale
-        self.cu_seqlens = cu_seqlens
-        self.form = _form(inputs, cu_seqlens, objective, unit, chunk_size, reverse)
-        _, self.tokens, self.heads, self.width = inputs.v.shape
-        self.columns = inputs.k.shape[3]
-        self.rows = self.form.slots * self.heads
+        self.inputs, self.initial, self.cu_seqlens, self.scale = Inputs(q, k, v, gamma, g), initial, cu_seqlens, scale
+        batch, self.tokens, self.heads, self.width = v.shape
+        self.columns, self.chunk = k.shape[3], min(chunk_size, self.tokens)
+        self.sequences, self.is_exact = count_sequences(batch, cu_seqlens), self.chunk == 1
+        length = CHECKPOINT if self.is_exact else self.chunk
+        # An upper bound of the number of chunks, or of stretches of CHECKPOINT tokens, of all sequences.
+        self.slots = count_slots(batch, self.tokens, length, cu_seqlens)
+        # The compile-time arguments of every kernel.
+        self.constants: dict[str, Any] = {"D": self.width, "M": self.columns, "REVERSE": reverse}
+        self.dtype = torch.float32  # of the products in loops over time
+        block_d, block_m = next_power_of_2(self.width), next_power_of_2(self.columns)
+        if self.is_exact:
+            self.constants |= {"OBJECTIVE": objective, "UNIT": unit, "EVERY": length}
+            self.constants |= {"BLOCK_D": block_d, "BLOCK_M": block_m}
+        else:
+            self.sequence_of = sequence_of_slots(self.slots, length, self.tokens, cu_seqlens)
+            # Float16 has too little range for slots that grow. Triton's interpreter, which runs on a CPU, multiplies
+            # matrices of bfloat16 as integers.
+            if all(x.dtype == torch.bfloat16 for x in (q, k, v)) and v.device.type != "cpu":
+                self.dtype = torch.bfloat16
+            self.constants |= {"CHUNK": length, "BLOCK_C": SHORT if length <= SHORT else WIDTH}
+            self.constants |= {"BLOCK_D": block_width(self.width, WIDTH)}
+        side = next(side for _, side in LAUNCHES if side * side >= block_d * block_m)
+        self.launches = LAUNCHES[self.dtype.itemsize, side]
+
+    def allocate(self, save: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Empty tensors for the output, the final state and what the kernels store: states, and of chunks also H."""
+        v, width, columns = self.inputs.v, self.width, self.columns
+
+        def numbers(rows: int, *shape: int) -> Tensor:
+            return v.new_empty((rows, self.heads, *shape), dtype=torch.float32)
+
+        output, final = v.new_empty(v.shape), numbers(self.sequences, width, columns)
+        if self.is_exact:
+            return output, final, [numbers(self.slots if save else 0, width, columns)]
+        return output, final, [numbers(self.slots, columns, width), numbers(self.slots, self.chunk * width)]
+
+    def _find(self, kernel: Any) -> Launch:
+        return self.launches[kernel.__name__ + ("_short" if 1 < self.chunk <= SHORT else "")]
 
     def _launch(self, kernel: Any, programs: int, numbers: tuple[float, ...], **constants: Any) -> Any:
-        arguments = self.form.arguments(kernel.__name__, **constants)
-        return find_launch(kernel, self.inputs.v.device, programs, numbers, **arguments)
+        constants |= self.constants | self._find(kernel).options
+        return find_launch(kernel, self.inputs.v.device, programs, numbers, **constants)
 
     def _walk_chunks(self, kernel: Any, stages: int | None) -> Any:
         """A launch for programs that loop over time with all slots of a head."""
         numbers = (self.tokens, self.heads, *steps(*self.inputs[1:]))
-        block = block_width(self.columns, WIDTH)
-        return self._launch(kernel, self.form.sequences * self.heads, numbers, BLOCK=block, STAGES=stages)
+        constants = {"BLOCK": block_width(self.columns, WIDTH), "DTYPE": TRITON_DTYPES[self.dtype]}
+        return self._launch(kernel, self.sequences * self.heads, numbers, STAGES=stages, **constants)
 
     def _over_chunks(self, kernel: Any, numbers: tuple[float, ...], *tensors: Tensor | None) -> Any:
-        """A launch for a program for each chunk of each head."""
+        """A launch for a program for each chunk of each head, which takes a block of slots at a time."""
         numbers = (*numbers, self.tokens, self.heads, *steps(*tensors))
-        return self._launch(kernel, self.rows, numbers, BLOCK=self.form.block(kernel.__name__))
+        block = min(self._find(kernel).block, block_width(self.columns, WIDTH))
+        precision = "tf32x3" if self.dtype == torch.float32 else "tf32"
+        return self._launch(kernel, self.slots * self.heads, numbers, BLOCK=block, PRECISION=precision)
 
     def _scratch(self, rows: int, numbers: int) -> Tensor:
         return self.inputs.q.new_empty((rows, numbers), dtype=torch.float32)
 
     def advance_tokens(self, kept: list[Tensor], output: Tensor, final: Tensor, save: bool) -> None:
         numbers = (self.scale, self.tokens, self.heads, *steps(*self.inputs))
-        self._launch(advance_tokens, self.form.sequences * self.heads, numbers, SAVE=save)(
+        self._launch(advance_tokens, self.sequences * self.heads, numbers, SAVE=save)(
             *self.inputs, self.initial, self.cu_seqlens, *kept, output, final
         )
 
     def advance_chunks(self, kept: list[Tensor], output: Tensor, final: Tensor, save: bool) -> None:
         q, k, v, gamma, g = self.inputs
-        self._walk_chunks(advance_chunks, self.form.launch("advance_chunks").stages)(
+        self._walk_chunks(advance_chunks, self._find(advance_chunks).stages)(
             k, v, gamma, g, self.initial, self.cu_seqlens, *kept, final
         )
         self._over_chunks(read_out, (self.scale,), q, k, gamma, g)(
-            q, k, gamma, g, self.cu_seqlens, self.form.sequence_of, *kept, output
+            q, k, gamma, g, self.cu_seqlens, self.sequence_of, *kept, output
         )
 
     def retreat_tokens(self, kept: list[Tensor], d_output: Tensor, d_final: Tensor | None, grads: Gradients) -> None:
         room = CHECKPOINT * (self.width * self.columns + self.width + 2 * self.columns)
-        programs = min(self.form.sequences * self.heads, max(SCRATCH // room, 1))
-        numbers = (self.scale, self.tokens, self.heads, self.form.sequences, *steps(*self.inputs, d_output))
+        programs = min(self.sequences * self.heads, max(SCRATCH // room, 1))
+        numbers = (self.scale, self.tokens, self.heads, self.sequences, *steps(*self.inputs, d_output))
         self._launch(retreat_tokens, programs, numbers)(
             *(*self.inputs, self.initial, self.cu_seqlens, *kept, d_output, d_final),
             *(self._scratch(programs, room), *grads),
@@ -226,17 +196,17 @@ class _Call:
     ) -> None:
         q, k, v, gamma, g = self.inputs
         d_q, d_k, d_v, d_gamma, d_g, d_initial = grads
-        width, columns, chunk, rows = self.width, self.columns, self.form.chunk, self.rows
+        width, columns, chunk, rows = self.width, self.columns, self.chunk, self.slots * self.heads
         d_coefficients, d_h = self._scratch(rows, columns * chunk), self._scratch(rows, width * chunk)
         d_states, d_after = (self._scratch(rows, width * columns) for _ in range(2))
         d_errors, d_values = (self._scratch(rows, width * chunk) for _ in range(2))
         from_gates = self._scratch(rows * (g is not None), chunk)
-        places = self.cu_seqlens, self.form.sequence_of
+        places = self.cu_seqlens, self.sequence_of
         self._over_chunks(differentiate_outputs, (self.scale,), q, k, gamma, g, d_output)(
             q, k, gamma, g, *places, *kept, d_output, d_q, d_coefficients, d_h, d_states, from_gates
         )
         # Shared memory has no room for loads ahead, or only for those of products.
-        is_wide = block_width(columns, WIDTH) * self.form.constants["BLOCK_D"] > WIDTH * WIDTH
+        is_wide = block_width(columns, WIDTH) * self.constants["BLOCK_D"] > WIDTH * WIDTH
         self._walk_chunks(retreat_chunks, 1 if is_wide else None)(
             k, v, gamma, g, self.cu_seqlens, *kept, d_final, d_h, d_states, d_after, d_errors, d_values, d_initial
         )
@@ -245,9 +215,9 @@ class _Call:
         )
 
 
-def _allocate_results(q, k, v, gamma, g, initial_state, cu_seqlens, objective, unit, scale, chunk_size, reverse, save):
-    form = _form(Inputs(q, k, v, gamma, g), cu_seqlens, objective, unit, chunk_size, reverse)
-    output, final, kept = _allocate(form, k, v, save)
+def _allocate_results(*arguments: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
+    *call, save = arguments
+    output, final, kept = _Call(*call).allocate(save)
     return output, final, kept if save else []
 
 
@@ -258,28 +228,14 @@ def orthogonal_recurrence(
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """Returns o [B, T, H, D] in v's type, the final state, and if `save` what the backward pass needs.
 
-    The final state is [B or segments, H, D, M] in float32; the list has the order of `_allocate`.
+    The final state is [B or segments, H, D, M] in float32; the list has the order of `_Call.allocate`.
     """
-    inputs = Inputs(q, k, v, gamma, g)
-    call = _Call(inputs, initial_state, cu_seqlens, objective, unit, scale, chunk_size, reverse)
-    output, final, kept = _allocate(call.form, k, v, save)
-    advance = call.advance_tokens if call.form.is_exact else call.advance_chunks
+    inputs, initial = [evenly(x) for x in (q, k, v, gamma, g)], initial_state.contiguous()
+    call = _Call(*inputs, initial, cu_seqlens, objective, unit, scale, chunk_size, reverse)
+    output, final, kept = call.allocate(save)
+    advance = call.advance_tokens if call.is_exact else call.advance_chunks
     advance(kept, output, final, save)
     return output, final, kept if save else []
-
-
-def _allocate(form: _Form, k: Tensor, v: Tensor, save: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Empty tensors for the output, the final state and what is saved: states, and of chunks also H."""
-    heads, width, columns = v.shape[2], v.shape[3], k.shape[3]
-
-    def numbers(rows: int, *shape: int) -> Tensor:
-        return v.new_empty((rows, heads, *shape), dtype=torch.float32)
-
-    final = numbers(form.sequences, width, columns)
-    if form.is_exact:
-        return v.new_empty(v.shape), final, [numbers(form.slots if save else 0, width, columns)]
-    kept = [numbers(form.slots, columns, width), numbers(form.slots, form.chunk * width)]
-    return v.new_empty(v.shape), final, kept
 
 
 def _allocate_gradients(
@@ -296,10 +252,10 @@ def orthogonal_recurrence_backward(
     scale: float, chunk_size: int, reverse: int,
 ) -> Gradients:  # fmt: skip
     """The gradients of all inputs; that of the initial state in float32."""
-    inputs = Inputs(q, k, v, gamma, g)
-    call = _Call(inputs, initial_state, cu_seqlens, objective, unit, scale, chunk_size, reverse)
-    grads = _allocate_gradients(*inputs, initial_state)
-    differentiate = call.retreat_tokens if call.form.is_exact else call.differentiate_chunks
+    inputs, initial = [evenly(x) for x in (q, k, v, gamma, g)], initial_state.contiguous()
+    call = _Call(*inputs, initial, cu_seqlens, objective, unit, scale, chunk_size, reverse)
+    grads = _allocate_gradients(*inputs, initial)
+    differentiate = call.retreat_tokens if call.is_exact else call.differentiate_chunks
     differentiate(kept, evenly(d_output), contiguous(d_final), grads)
     return grads
 

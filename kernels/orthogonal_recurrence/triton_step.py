@@ -69,8 +69,8 @@ def _advance(slots, h, key, strength, decay, OBJECTIVE: tl.constexpr, UNIT: tl.c
 def _step(
     q, k, v, gamma, g, state, output, after, scale, H,
     q_row, q_head, k_row, k_head, v_row, v_head, gamma_row, gamma_head, g_row, g_head,
-    D: tl.constexpr, M: tl.constexpr, OBJECTIVE: tl.constexpr, UNIT: tl.constexpr, GATED: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    D: tl.constexpr, M: tl.constexpr, OBJECTIVE: tl.constexpr, UNIT: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     n, row, head, _ = place(H, 1, 1)
     state += n * D * M
@@ -80,7 +80,7 @@ def _step(
     h = load_vector(v + row * v_row + head * v_head, 0, D, BLOCK_D)
     strength = tl.load(gamma + row * gamma_row + head * gamma_head).to(tl.float32)
     decay = 1.0
-    if GATED:
+    if g is not None:
         decay = tl.exp(tl.load(g + row * g_row + head * g_head).to(tl.float32))
 
     if OBJECTIVE == "decode":
@@ -114,7 +114,7 @@ def orthogonal_recurrence_step_triton(
     find_launch(
         _step, q.device, batch * heads,
         (float(scale), heads, *strides(q), *strides(k), *strides(v), *strides(gamma), *strides(g)),
-        D=width, M=slots, OBJECTIVE=objective, UNIT=has_unit_columns(objective, normalize), GATED=g is not None,
-        BLOCK_D=tile.rows, BLOCK_M=tile.columns, **launch_options(tile.warps),
+        D=width, M=slots, OBJECTIVE=objective, UNIT=has_unit_columns(objective, normalize), BLOCK_D=tile.rows,
+        BLOCK_M=tile.columns, **launch_options(tile.warps),
     )(q, k, v, gamma, g, state, output, after)  # fmt: skip
     return output, after

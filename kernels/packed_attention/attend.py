@@ -42,8 +42,11 @@ def attend_filled(q: Tensor, k: Tensor, v: Tensor, place: Tensor) -> Tensor:
 
 
 @torch.jit.script_if_tracing
-def attend_nearby(q: Tensor, k: Tensor, v: Tensor, window: int, causal: bool) -> Tensor:
-    """`attend` in which a token sees itself and the `window` - 1 tokens before it, and without `causal` those after."""
+def attend_nearby(q: Tensor, k: Tensor, v: Tensor, window: int, causal: bool, lengths: Tensor | None = None) -> Tensor:
+    """`attend` in which a token sees itself and the `window` - 1 tokens before it, and without `causal` those after.
+
+    With `lengths` [B], shorter rows end in padding, which no real token sees; then T is longer than the window.
+    """
     batch, tokens = q.shape[:2]
     if tokens <= window:
         return attend(q, k, v, None, causal)
@@ -52,7 +55,8 @@ def attend_nearby(q: Tensor, k: Tensor, v: Tensor, window: int, causal: bool) ->
     k = functional.pad(k, (0, 0, 0, 0, before, after))
     v = functional.pad(v, (0, 0, 0, 0, before, after))
     first = torch.full((batch,), before, device=q.device)
-    return attend_blocks(q, k, v, first, first + tokens, before, after)
+    end = first + tokens if lengths is None else first + lengths
+    return attend_blocks(q, k, v, first, end, before, after)
 
 
 @torch.jit.script_if_tracing

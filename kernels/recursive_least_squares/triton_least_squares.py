@@ -34,7 +34,7 @@ No sum depends on the order in which programs run. The forward pass saves A befo
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,6 +55,7 @@ from longseq.kernels.segments import find_span
 from longseq.kernels.triton_launch import (
     ROW,
     Launch,
+    Prepared,
     block_width,
     borders_on,
     cdiv,
@@ -81,52 +82,47 @@ fit_launches(LAUNCHES)
 CHUNKS = {2: 32, 4: 16}  # tokens of a chunk, by the same bytes
 PROGRAMS = 256  # the most programs that half precision sequences are cut into for the loops over time
 FEWEST_SEGMENTS = 4  # fewer would not make up for two thirds of the work being done twice
-GROWTH = 64.0  # the size of Z beyond which `connect` continues from a Z near I
-LIMIT = 2000.0  # the largest condition of Z, the factor by which float32's rounding of X and Z grows
 
 
-class _Plan(NamedTuple):
-    """What both passes derive from the shapes of a call."""
+class _Call:
+    """What both passes derive from the arguments of a call, and the launches of their kernels."""
 
-    half: bool  # True if u has no more bits than TF32, or is rounded to them
-    chunk: int
-    slots: int  # an upper bound of the number of chunks of all sequences
-    sequences: int
-    launches: dict[str, Launch]
-    constants: dict[str, object]  # the compile-time arguments of every kernel
+    def __init__(self, u: Tensor, cu_seqlens: Tensor | None, reverse: int, precision: str) -> None:
+        batch, self.tokens, self.heads, width = u.shape
+        # Whether u has no more bits than TF32, or is rounded to them.
+        self.half = u.dtype.itemsize == 2 or precision == "tf32"
+        size = 2 if self.half else 4
+        self.device, self.cu_seqlens, self.chunk, self.launches = u.device, cu_seqlens, CHUNKS[size], LAUNCHES[size, 64]
+        self.sequences = count_sequences(batch, cu_seqlens)
+        self.slots = count_slots(batch, self.tokens, self.chunk, cu_seqlens)  # an upper bound of all chunks
+        self.constants = {
+            "K": width, "REVERSE": reverse, "EXACT": self.half, "PRECISION": precision, "CHUNK": self.chunk,
+            "BLOCK": block_width(width, ROW[4]),
+        }  # fmt: skip
 
-    def launch(self, kernel: Any, u: Tensor, programs: int, numbers: tuple[float, ...], **constants: Any) -> Any:
+    def cut(self) -> tuple[int, int]:
+        """The number of segments into which the loops over time are cut, and the chunks of each."""
+        chunks = cdiv(self.tokens, self.chunk)
+        if not self.half or self.cu_seqlens is not None:
+            return 1, chunks
+        # `connect` loops over segments as the other kernels loop over chunks.
+        shortest = cdiv(chunks, min(math.isqrt(chunks), MOST_SEGMENTS.value))
+        few = FEWEST_SEGMENTS
+        span = find_span(chunks, self.sequences * self.heads, PROGRAMS, fewest=few, shortest=shortest, least=few**2)
+        return (cdiv(chunks, span), span) if span else (1, chunks)
+
+    def launch(self, kernel: Any, programs: int, *numbers: float) -> Prepared:
+        """The launch of `programs` programs for each head, with the compile-time arguments that the kernel has."""
+        constants: dict[str, Any] = {name: x for name, x in self.constants.items() if name in kernel.arg_names}
         options = self.launches[kernel.__name__].options
-        return find_launch(kernel, u.device, programs, numbers, **constants, **options)
-
-
-def _plan(u: Tensor, cu_seqlens: Tensor | None, precision: str) -> _Plan:
-    batch, tokens, _, width = u.shape
-    size = 2 if u.dtype.itemsize == 2 or precision == "tf32" else 4
-    chunk = CHUNKS[size]
-    sequences = count_sequences(batch, cu_seqlens)
-    constants: dict[str, object] = {"K": width, "CHUNK": chunk, "BLOCK": block_width(width, ROW[4])}
-    slots = count_slots(batch, tokens, chunk, cu_seqlens)
-    return _Plan(size == 2, chunk, slots, sequences, LAUNCHES[size, 64], constants)
-
-
-def _cut(plan: _Plan, u: Tensor, cu_seqlens: Tensor | None) -> tuple[int, int]:
-    """The number of segments into which the loops over time are cut, and the chunks of each."""
-    chunks = cdiv(u.shape[1], plan.chunk)
-    if not plan.half or cu_seqlens is not None:
-        return 1, chunks
-    walkers = plan.sequences * u.shape[2]
-    # `connect` loops over segments as the other kernels loop over chunks.
-    shortest = cdiv(chunks, min(math.isqrt(chunks), MOST_SEGMENTS.value))
-    span = find_span(chunks, walkers, PROGRAMS, fewest=FEWEST_SEGMENTS, shortest=shortest, least=FEWEST_SEGMENTS**2)
-    return (cdiv(chunks, span), span) if span else (1, chunks)
+        return find_launch(kernel, self.device, programs * self.heads, numbers, **constants, **options)
 
 
 def _allocate(x, u, added, initial_state, cu_seqlens, lambda0, reverse, precision, dtype):
-    plan, (heads, width) = _plan(u, cu_seqlens, precision), u.shape[2:]
-    shapes = (width, width), (plan.chunk, plan.chunk), (plan.chunk, width)
-    final = u.new_empty((plan.sequences, heads, width, width), dtype=torch.float32)
-    kept = [u.new_empty((plan.slots, heads, *shape), dtype=torch.float32) for shape in shapes]
+    call, (heads, width) = _Call(u, cu_seqlens, reverse, precision), u.shape[2:]
+    shapes = (width, width), (call.chunk, call.chunk), (call.chunk, width)
+    final = u.new_empty((call.sequences, heads, width, width), dtype=torch.float32)
+    kept = [u.new_empty((call.slots, heads, *shape), dtype=torch.float32) for shape in shapes]
     return x.new_empty(x.shape, dtype=dtype), final, *kept
 
 
@@ -142,39 +138,29 @@ def recursive_least_squares(
     """
     x, u = channels_adjacent(x), channels_adjacent(u)
     added, initial_state = contiguous(added), contiguous(initial_state)
-    plan = _plan(u, cu_seqlens, precision)
-    tokens, heads, width = u.shape[1:]
-    segments, span = _cut(plan, u, cu_seqlens)
-    sequence_of = sequence_of_slots(plan.slots, plan.chunk, tokens, cu_seqlens)
+    call = _Call(u, cu_seqlens, reverse, precision)
+    sequence_of = sequence_of_slots(call.slots, call.chunk, call.tokens, cu_seqlens)
     output, final, states, inverse, written = _allocate(
         x, u, added, initial_state, cu_seqlens, lambda0, reverse, precision, dtype
     )
-    walk = {"REVERSE": reverse, "EXACT": plan.half, **plan.constants}
+    segments, span = call.cut()
+    sizes = call.tokens, call.heads
     segment_starts, refused = None, None
     if segments > 1:
-        rows = (plan.slots, heads, plan.chunk, width)
-        meeting, entering = (final.new_empty(rows if added is not None else 0) for _ in range(2))
-        squares = (plan.sequences, heads, segments, width, width)
+        squares = (*final.shape[:2], segments, *final.shape[2:])
+        meeting, entering = (final.new_empty(written.shape if added is not None else 0) for _ in range(2))
         passed, starts = final.new_empty((4, *squares)), final.new_empty((2, *squares))
-        segment_starts = final.new_empty(squares)
-        refused = final.new_empty(squares[:3], dtype=torch.int32)
-        sizes = {name: plan.constants[name] for name in ("K", "BLOCK")}
+        segment_starts, refused = final.new_empty(squares), final.new_empty(squares[:3], dtype=torch.int32)
         if added is not None:
-            plan.launch(transfer, u, plan.slots * heads, (tokens, heads, *strides(u)), **walk)(
-                u, added, meeting, entering
-            )
-        programs, numbers = plan.sequences * heads * (segments - 1), (segments, span, tokens, heads, *strides(u))
-        plan.launch(summarize, u, 2 * programs, numbers, **walk)(u, added, meeting, entering, passed)
-        plan.launch(connect, u, plan.sequences * heads, (1.0 / lambda0, segments), GROWTH=GROWTH, **sizes)(
-            initial_state, passed, starts
-        )
-        plan.launch(solve, u, programs, (segments,), LIMIT=LIMIT, **sizes)(starts, segment_starts, refused)
-    of_walk = (1.0 / lambda0, segments, span, tokens, heads, *strides(u))
-    plan.launch(advance, u, plan.sequences * heads * segments, of_walk, **walk)(
+            call.launch(transfer, call.slots, *sizes, *strides(u))(u, added, meeting, entering)
+        programs = call.sequences * (segments - 1)
+        call.launch(summarize, 2 * programs, segments, span, *sizes, *strides(u))(u, added, meeting, entering, passed)
+        call.launch(connect, call.sequences, 1.0 / lambda0, segments)(initial_state, passed, starts)
+        call.launch(solve, programs, segments)(starts, segment_starts, refused)
+    call.launch(advance, call.sequences * segments, 1.0 / lambda0, segments, span, *sizes, *strides(u))(
         u, added, initial_state, cu_seqlens, segment_starts, refused, states, inverse, written, final
     )
-    numbers, options = (tokens, heads, *strides(x), *strides(u)), {"REVERSE": reverse, "PRECISION": precision}
-    plan.launch(read_out, u, plan.slots * heads, numbers, **options, **plan.constants)(
+    call.launch(read_out, call.slots, *sizes, *strides(x), *strides(u))(
         x, u, added, cu_seqlens, sequence_of, states, inverse, written, output
     )
     return output, final, states, inverse, written
@@ -196,33 +182,29 @@ def recursive_least_squares_backward(
     """The gradients of x (in the wider of its and the output's types), of u and of the first A (in float32)."""
     x, u, d_output = channels_adjacent(x), channels_adjacent(u), channels_adjacent(d_output)
     added, d_final = contiguous(added), contiguous(d_final)
-    plan = _plan(u, cu_seqlens, precision)
-    tokens, heads, width = u.shape[1:]
-    segments, span = _cut(plan, u, cu_seqlens)
-    sequence_of = sequence_of_slots(plan.slots, plan.chunk, tokens, cu_seqlens)
+    call = _Call(u, cu_seqlens, reverse, precision)
+    sequence_of = sequence_of_slots(call.slots, call.chunk, call.tokens, cu_seqlens)
     d_x, d_u, d_initial = _allocate_gradients(x, u, added, cu_seqlens, states, inverse, written, d_output)
     transitions = states.new_empty((2, *states.shape), dtype=torch.float16)
-    read, d_read, solved = torch.empty_like(written), torch.empty_like(written), torch.empty_like(written)
-    weights, d_weights = torch.empty_like(inverse), torch.empty_like(inverse)
-    over_chunks = {"REVERSE": reverse, "PRECISION": precision, **plan.constants}
-    numbers = (tokens, heads, *strides(x), *strides(u), *strides(d_output))
-    plan.launch(linearize, u, 2 * plan.slots * heads, numbers, **over_chunks)(
+    read, d_read, solved = (torch.empty_like(written) for _ in range(3))
+    d_states, weights, d_weights = torch.empty_like(states), torch.empty_like(inverse), torch.empty_like(inverse)
+    segments, span = call.cut()
+    sizes = call.tokens, call.heads
+    call.launch(linearize, 2 * call.slots, *sizes, *strides(x), *strides(u), *strides(d_output))(
         x, u, added, cu_seqlens, sequence_of, states, inverse, written, d_output, transitions, read, d_read, weights,
         d_weights, solved, d_x,
     )  # fmt: skip
-    d_states, segment_transitions, segment_gains = torch.empty_like(states), None, None
-    walk, walk_constants = (segments, span, tokens, heads), {"PRECISION": precision, **plan.constants}
+    segment_transitions, segment_gains = None, None
     if segments > 1:
-        squares = (plan.sequences, heads, segments, width, width)
-        segment_transitions = transitions.new_empty((2, *squares))
-        segment_gains = states.new_empty(squares)
-        plan.launch(accumulate, u, 2 * plan.sequences * heads * (segments - 1), walk, **walk_constants)(
+        squares = (*d_initial.shape[:2], segments, *d_initial.shape[2:])
+        segment_transitions, segment_gains = transitions.new_empty((2, *squares)), states.new_empty(squares)
+        call.launch(accumulate, 2 * call.sequences * (segments - 1), segments, span, *sizes)(
             transitions, read, d_read, segment_transitions, segment_gains
         )
-    plan.launch(retreat, u, plan.sequences * heads * segments, walk, **walk_constants)(
+    call.launch(retreat, call.sequences * segments, segments, span, *sizes)(
         cu_seqlens, transitions, read, d_read, segment_transitions, segment_gains, d_final, d_states, d_initial
     )
-    plan.launch(differentiate_directions, u, plan.slots * heads, (tokens, heads, *strides(u)), **over_chunks)(
+    call.launch(differentiate_directions, call.slots, *sizes, *strides(u))(
         u, added, cu_seqlens, sequence_of, states, d_states, read, d_read, weights, d_weights, solved, d_u
     )
     if not wanted[2]:
@@ -247,34 +229,35 @@ def recursive_least_squares_triton(
     cu_seqlens = borders_on(u.device, cu_seqlens)
     precision = "tf32" if x.dtype == u.dtype == torch.bfloat16 else "tf32x3"
     A, steps = (None, None) if initial_state is None else initial_state
-    seen, count, final_steps = count_steps(count, steps, cu_seqlens, reverse)
-    added = refresh_due(seen, count, refresh_period, refresh, torch.float32) if refresh_period else None
+    added, final_steps = find_refreshes(count, steps, cu_seqlens, reverse, refresh_period, refresh)
     y, final, *_ = recursive_least_squares(
         x, u, added, A, cu_seqlens, float(lambda0), number_of(reverse), precision, x.dtype
     )
     return y, (final, final_steps) if output_final_state else None
 
 
-def count_steps(
-    count: Tensor, steps: Tensor | None, cu_seqlens: Tensor | None, reverse: Reverse
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The number of counted tokens up to each token, a mask of the counted tokens, and the number in each sequence.
+def find_refreshes(
+    count: Tensor, steps: Tensor | None, cu_seqlens: Tensor | None, reverse: Reverse, period: int | None, refresh: float
+) -> tuple[Tensor | None, Tensor]:
+    """What a refresh adds to the diagonal after each token, and the counted tokens of each sequence, with `steps`.
 
-    The first two are [B, T] in the order of reading, the last is [B or segments]. The first and the last include
-    `steps`.
+    The former is [B, T] in the order of reading, None where there is no refresh; the latter is [B or segments].
     """
     if reverse:
         count = turn(count, reverse)
     seen = count.cumsum(1)
     if cu_seqlens is None:
         seen = seen if steps is None else seen + steps[:, None]
-        return seen, count, seen[:, -1].clone()
-    tokens = count.shape[1]
-    bounds = cu_seqlens.clamp(0, tokens)
-    if reverse:  # the last segment comes first
-        bounds, steps = tokens - bounds.flip(0), None if steps is None else steps.flip(0)
-    before = torch.nn.functional.pad(seen[0], (1, 0))[bounds]
-    first = -before[:-1] if steps is None else steps - before[:-1]
-    segment = torch.searchsorted(bounds, torch.arange(tokens, device=bounds.device, dtype=bounds.dtype), right=True) - 1
-    seen, last = seen + first[segment.clamp(0, first.shape[0] - 1)], first + before[1:]
-    return seen, count, last.flip(0) if reverse else last
+        last = seen[:, -1].clone()
+    else:
+        tokens = count.shape[1]
+        bounds = cu_seqlens.clamp(0, tokens)
+        if reverse:  # the last segment comes first
+            bounds, steps = tokens - bounds.flip(0), None if steps is None else steps.flip(0)
+        before = torch.nn.functional.pad(seen[0], (1, 0))[bounds]
+        first = -before[:-1] if steps is None else steps - before[:-1]
+        order = torch.arange(tokens, device=bounds.device, dtype=bounds.dtype)
+        segment = torch.searchsorted(bounds, order, right=True) - 1
+        seen, last = seen + first[segment.clamp(0, first.shape[0] - 1)], first + before[1:]
+        last = last.flip(0) if reverse else last
+    return refresh_due(seen, count, period, refresh, torch.float32) if period else None, last

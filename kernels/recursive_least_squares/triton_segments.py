@@ -40,6 +40,11 @@ from longseq.kernels.triton_tiles import (
     unit_lower_inverse,
 )
 
+# The size of Z beyond which `connect` continues from a Z near I, and the largest condition of Z: the factor by which
+# float32's rounding of X and Z grows.
+GROWTH = tl.constexpr(64.0)
+LIMIT = tl.constexpr(2000.0)
+
 
 @triton.jit(do_not_specialize=SIZES_AND_STRIDES)
 def transfer(
@@ -129,9 +134,7 @@ def _invert(z, transposed):
 
 
 @triton.jit(do_not_specialize=WALK)
-def connect(
-    initial, passed, starts, first, segments, K: tl.constexpr, GROWTH: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+def connect(initial, passed, starts, first, segments, K: tl.constexpr, BLOCK: tl.constexpr):
     """For one head of one sequence: X and Z before each segment but the first; a large Z is replaced by one near I."""
     place = tl.program_id(0).to(tl.int64)
     x = first_state(initial, first, place, True, K, BLOCK)
@@ -155,9 +158,7 @@ def connect(
 
 
 @triton.jit(do_not_specialize=WALK)
-def solve(
-    starts, segment_starts, refused, segments, K: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def solve(starts, segment_starts, refused, segments, K: tl.constexpr, BLOCK: tl.constexpr):
     """A before one segment (not the first) of one head of one sequence, and whether it is refused as imprecise."""
     sequence_head = (tl.program_id(0) // (segments - 1)).to(tl.int64)
     place = sequence_head * segments + tl.program_id(0) % (segments - 1) + 1

@@ -47,15 +47,14 @@ def _project(
 @triton.jit(do_not_specialize=[*UNSPECIALISED, "refresh_period"])
 def _update(
     x, u, A, projected, steps, output, A_after, steps_after, refresh, refresh_period, H, x_row, x_head, u_row, u_head,
-    K: tl.constexpr, UPDATED: tl.constexpr, REFRESHED: tl.constexpr, UNIT: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+    K: tl.constexpr, REFRESHED: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     n, row, head, block = place(H, K, BLOCK)
     first = block * BLOCK
     rows = _symmetric_rows(A + n * K * K, first, K, BLOCK, BLOCK_K)
     key = load_vector(x + row * x_row + head * x_head, 0, K, BLOCK_K)
     seen = tl.load(steps + row) + 1
-    if UPDATED:
+    if u is not None:
         direction = load_vector(u + row * u_row + head * u_head, 0, K, BLOCK_K)
         if BLOCK == BLOCK_K:
             own = tl.sum(rows * direction[None, :], 1)
@@ -99,7 +98,7 @@ def update_inverse(
         find_launch(_project, u.device, programs, (heads, *strides(u)), **constants)(u, A, projected)
     find_launch(
         _update, x.device, programs, (float(refresh), refresh_period, heads, *strides(x), *strides(u)),
-        UPDATED=u is not None, REFRESHED=refresh_period > 0, UNIT=unit, **constants,
+        REFRESHED=refresh_period > 0, UNIT=unit, **constants,
     )(x, u, A, projected, steps, y, A_after, steps_after)  # fmt: skip
     return y, A_after, steps_after
 

@@ -23,15 +23,12 @@ def _judge(op: str, x: Tensor, gate: Tensor, skip: Tensor | None, skip_weight: T
 def silu_product_torch(x: Tensor, gate: Tensor, *, skip: Tensor | None, skip_weight: Tensor | None) -> Tensor:
     """`silu_product` by torch's own functions."""
     with without_autocast(x):
-        if skip_weight is not None and skip_weight.dim() == 2:
-            skip_weight = skip_weight.reshape(2, *[1] * (x.dim() - 1), -1)
-            x, skip = (
-                x.unflatten(0, (2, x.shape[0] // 2)),
-                None if skip is None else skip.unflatten(0, (2, x.shape[0] // 2)),
-            )
         wide = compute_dtype(x, gate, skip, skip_weight)
         value = x.to(wide)
         if skip is not None and skip_weight is not None:
+            if skip_weight.dim() == 2:
+                skip_weight = skip_weight.reshape(2, *[1] * (x.dim() - 1), -1)
+                value, skip = (reading.unflatten(0, (2, x.shape[0] // 2)) for reading in (value, skip))
             value = torch.addcmul(value, skip.to(wide), skip_weight.to(wide))
         if value.dim() > gate.dim():
             value = value.sum(0)

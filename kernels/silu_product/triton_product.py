@@ -24,21 +24,21 @@ PROGRAMS = 1024
 
 
 @triton.jit
-def _value(x, skip, scale, row, x_row, skip_row, column, inside, HAS_SKIP: tl.constexpr):
+def _value(x, skip, scale, row, x_row, skip_row, column, inside):
     """x + scale skip, which the gate multiplies, and the skip."""
     value = load_rows(x, row, x_row, column, inside)
     skipped = value
-    if HAS_SKIP:
+    if skip is not None:
         skipped = load_rows(skip, row, skip_row, column, inside)
         value += scale * skipped
     return value, skipped
 
 
 @triton.jit
-def _scale(skip_weight, column, D, HAS_SKIP: tl.constexpr):
+def _scale(skip_weight, column, D):
     """The weights of the skip as a row [1, BLOCK_D]; zeros without a skip."""
     scale = (column * 0).to(tl.float32)[None, :]
-    if HAS_SKIP:
+    if skip_weight is not None:
         scale = tl.load(skip_weight + column, mask=column < D, other=0.0).to(tl.float32)[None, :]
     return scale
 
@@ -46,18 +46,18 @@ def _scale(skip_weight, column, D, HAS_SKIP: tl.constexpr):
 @triton.jit(do_not_specialize=["rows"])
 def multiply(
     x, gate, skip, skip_weight, y, rows, D, x_row, gate_row, skip_row,
-    HAS_SKIP: tl.constexpr, PAIRED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+    PAIRED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """y for a block of rows and channels; if PAIRED, the gate multiplies the sum of both readings."""
     over_d = tl.cdiv(D, BLOCK_D)
     row = (tl.program_id(0) // over_d).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     column = (tl.program_id(0) % over_d) * BLOCK_D + tl.arange(0, BLOCK_D)
     inside = (row < rows)[:, None] & (column < D)[None, :]
-    scale = _scale(skip_weight, column, D, HAS_SKIP)
-    value, _ = _value(x, skip, scale, row, x_row, skip_row, column, inside, HAS_SKIP)
+    scale = _scale(skip_weight, column, D)
+    value, _ = _value(x, skip, scale, row, x_row, skip_row, column, inside)
     if PAIRED:
-        scale = _scale(skip_weight + D, column, D, HAS_SKIP)
-        value += _value(x, skip, scale, row + rows, x_row, skip_row, column, inside, HAS_SKIP)[0]
+        scale = _scale(skip_weight + D, column, D)
+        value += _value(x, skip, scale, row + rows, x_row, skip_row, column, inside)[0]
     z = load_rows(gate, row, gate_row, column, inside)
     tl.store(y + row[:, None] * D + column[None, :], value * z * tl.sigmoid(z), mask=inside)
 
@@ -66,30 +66,29 @@ def multiply(
 def differentiate_product(
     x, gate, skip, skip_weight, dy, dx, d_gate, d_skip, d_weight, rows, blocks, programs, D,
     x_row, gate_row, skip_row, dy_row, d_gate_row,
-    HAS_SKIP: tl.constexpr, PAIRED: tl.constexpr, APART: tl.constexpr, WEIGHS: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    PAIRED: tl.constexpr, WEIGHS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The gradients of a block of rows and channels; if WEIGHS, also this program's part of that of skip_weight.
 
-    The gradients of both readings of a pair are equal. If APART, dx and d_skip are written for each of them; otherwise
-    dx is written once, and d_skip is not written.
+    The gradients of both readings of a pair are equal. With d_skip, both it and dx are written for each of them;
+    without it, dx is written once.
     """
     over_d = tl.cdiv(D, BLOCK_D)
     first = tl.program_id(0) // over_d
     column = (tl.program_id(0) % over_d) * BLOCK_D + tl.arange(0, BLOCK_D)
-    scale = _scale(skip_weight, column, D, HAS_SKIP)
+    scale = _scale(skip_weight, column, D)
     other_scale = scale
     if PAIRED:
-        other_scale = _scale(skip_weight + D, column, D, HAS_SKIP)
+        other_scale = _scale(skip_weight + D, column, D)
     weighed = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
     other_weighed = tl.zeros((BLOCK_R, BLOCK_D), tl.float32)
     for block in range(first, blocks, programs):
         row = (block * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
         inside = (row < rows)[:, None] & (column < D)[None, :]
-        value, skipped = _value(x, skip, scale, row, x_row, skip_row, column, inside, HAS_SKIP)
+        value, skipped = _value(x, skip, scale, row, x_row, skip_row, column, inside)
         other_skipped = skipped
         if PAIRED:
-            other, other_skipped = _value(x, skip, other_scale, row + rows, x_row, skip_row, column, inside, HAS_SKIP)
+            other, other_skipped = _value(x, skip, other_scale, row + rows, x_row, skip_row, column, inside)
             value += other
         z = load_rows(gate, row, gate_row, column, inside)
         share = tl.sigmoid(z)
@@ -99,17 +98,17 @@ def differentiate_product(
         tl.store(d_gate + d_gate_place, gradient * value * share * (1.0 + z * (1.0 - share)), mask=inside)
         gradient *= z * share
         tl.store(dx + place, gradient, mask=inside)
-        if HAS_SKIP:
-            if APART:
+        if skip is not None:
+            if d_skip is not None:
                 tl.store(d_skip + place, gradient * scale, mask=inside)
             weighed += gradient * skipped
         if PAIRED:
-            if APART:
+            if d_skip is not None:
                 place = (row + rows)[:, None] * D + column[None, :]
                 tl.store(dx + place, gradient, mask=inside)
                 tl.store(d_skip + place, gradient * other_scale, mask=inside)
             other_weighed += gradient * other_skipped
-    if HAS_SKIP and WEIGHS:
+    if WEIGHS:
         tl.store(d_weight + first * D + column, tl.sum(weighed, 0), mask=column < D)
         if PAIRED:
             tl.store(d_weight + (programs + first) * D + column, tl.sum(other_weighed, 0), mask=column < D)
@@ -141,7 +140,7 @@ def silu_product_triton(x: Tensor, gate: Tensor, skip: Tensor | None, skip_weigh
     shape = _blocks(channels)
     launch = find_launch(
         multiply, x.device, cdiv(rows, shape["BLOCK_R"]) * cdiv(channels, shape["BLOCK_D"]),
-        (rows, channels, x_row, gate_row, skip_row), HAS_SKIP=skip is not None, PAIRED=_is_pair(skip_weight), **shape,
+        (rows, channels, x_row, gate_row, skip_row), PAIRED=_is_pair(skip_weight), **shape,
     )  # fmt: skip
     launch(values, gates, skips, contiguous(skip_weight), y)
     return y
@@ -184,7 +183,7 @@ def differentiate(
     launch = find_launch(
         differentiate_product, x.device, programs * over_d,
         (rows, blocks, programs, channels, x_row, gate_row, skip_row, dy_row, d_gate_row),
-        HAS_SKIP=skip is not None, PAIRED=_is_pair(skip_weight), APART=d_skip is not None, WEIGHS=weighs, **shape,
+        PAIRED=_is_pair(skip_weight), WEIGHS=weighs, **shape,
     )  # fmt: skip
     launch(values, gates, skips, contiguous(skip_weight), gradients, dx, d_gate, d_skip, parts)
     return parts.sum(-2).to(skip_weight.dtype) if weighs and skip_weight is not None else x.new_empty((0,))

@@ -1,5 +1,7 @@
 """The cross entropy of each token in one kernel, which reads the logits once, and its gradient in another."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -7,7 +9,7 @@ from torch import Tensor
 
 from longseq.kernels.custom_op import custom_op
 from longseq.kernels.devices import as_rows
-from longseq.kernels.triton_launch import cdiv, find_launch, launch_options, next_power_of_2
+from longseq.kernels.triton_launch import Prepared, cdiv, find_launch, launch_options, next_power_of_2
 
 # Measured on an H200. BLOCK: logits that a program reads at once, 16 for each thread. WARPS: the warps of a program.
 BLOCK = 4096
@@ -60,6 +62,12 @@ def _block(vocabulary: int) -> int:
     return min(BLOCK, next_power_of_2(vocabulary))
 
 
+def _launch(kernel: Any, rows: Tensor, programs: int, ignore_index: int) -> Prepared:
+    """A launch of `programs` programs for each row of logits."""
+    numbers, block = (rows.shape[1], rows.stride(0), ignore_index), _block(rows.shape[1])
+    return find_launch(kernel, rows.device, rows.shape[0] * programs, numbers, BLOCK=block, **launch_options(WARPS))
+
+
 def _allocate(logits: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
     losses = logits.new_empty(target.shape, dtype=torch.float32)
     return losses, torch.empty_like(losses)
@@ -70,11 +78,7 @@ def token_loss(logits: Tensor, target: Tensor, ignore_index: int) -> tuple[Tenso
     """The loss of each token, and the logarithm of the sum of its logits' exponentials, [...] in float32."""
     rows = as_rows(logits)
     losses, sums = _allocate(logits, target, ignore_index)
-    if rows.shape[0]:
-        find_launch(
-            measure_loss, rows.device, rows.shape[0], (rows.shape[1], rows.stride(0), ignore_index),
-            BLOCK=_block(rows.shape[1]), **launch_options(WARPS),
-        )(rows, target.contiguous(), losses, sums)  # fmt: skip
+    _launch(measure_loss, rows, 1, ignore_index)(rows, target.contiguous(), losses, sums)
     return losses, sums
 
 
@@ -83,13 +87,8 @@ def token_loss_backward(logits: Tensor, target: Tensor, sums: Tensor, d_losses: 
     """The gradient of the logits."""
     rows = as_rows(logits)
     d_logits = logits.new_empty(logits.shape)
-    block = _block(rows.shape[1])
-    if rows.shape[0]:
-        find_launch(
-            differentiate_loss, rows.device, rows.shape[0] * cdiv(rows.shape[1], block),
-            (rows.shape[1], rows.stride(0), ignore_index),
-            BLOCK=block, **launch_options(WARPS),
-        )(rows, target.contiguous(), sums, d_losses.contiguous(), d_logits)  # fmt: skip
+    launch = _launch(differentiate_loss, rows, cdiv(rows.shape[1], _block(rows.shape[1])), ignore_index)
+    launch(rows, target.contiguous(), sums, d_losses.contiguous(), d_logits)
     return d_logits
 
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from longseq.kernels.triton_launch import Prepared, block_width, count_slots, find_launch, launch_options
+from longseq.kernels.triton_launch import Prepared, block_width, count_slots, find_launch, launch_options, strides
 from longseq.kernels.triton_tiles import (
     SIZES_AND_STRIDES,
     direction,
@@ -28,22 +28,22 @@ from longseq.kernels.triton_tiles import (
 from longseq.kernels.variational_linear_attention.triton_unit import differentiate_unit
 
 CHUNK = 64  # tokens
-STEP = 64  # chunks whose sums are added at a time
+STEP = tl.constexpr(64)  # chunks whose sums are added at a time
 
 
 @triton.jit
-def _place(slot, T, cu_seqlens, sequence_of, PACKED: tl.constexpr, REVERSE: tl.constexpr, CHUNK: tl.constexpr):
+def _place(slot, T, cu_seqlens, sequence_of, REVERSE: tl.constexpr, CHUNK: tl.constexpr):
     """The sequence of a chunk, its batch row, first token and remaining tokens, and the first slot of the sequence."""
     n = slot // tl.cdiv(T, CHUNK)
-    if PACKED:
+    if cu_seqlens is not None:
         n = tl.load(sequence_of + slot).to(tl.int64)
-    row, start, end, first = sequence(n, T, cu_seqlens, PACKED, CHUNK)
+    row, start, end, first = sequence(n, T, cu_seqlens, cu_seqlens is not None, CHUNK)
     done = (slot - first) * CHUNK
     return n, row, token_after(done, start, end, REVERSE), end - start - done, first
 
 
 @triton.jit
-def _add_up(sums, begin, end, H, K: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr):
+def _add_up(sums, begin, end, H, K: tl.constexpr, BLOCK: tl.constexpr):
     """The total of one head's sums over the slots from `begin` to `end` - 1."""
     total = tl.zeros((BLOCK,), tl.float32)
     for slot in range(begin, end, STEP):
@@ -55,12 +55,12 @@ def _add_up(sums, begin, end, H, K: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.
 @triton.jit(do_not_specialize=SIZES_AND_STRIDES)
 def sum_keys(
     k, cu_seqlens, sequence_of, sums, T, H, k_row, k_token, k_head,
-    K: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    K: tl.constexpr, REVERSE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The sum of the keys of one chunk of one head."""
     head = (tl.program_id(0) % H).to(tl.int64)
     slot = (tl.program_id(0) // H).to(tl.int64)
-    _, row, start, live, _ = _place(slot, T, cu_seqlens, sequence_of, PACKED, REVERSE, CHUNK)
+    _, row, start, live, _ = _place(slot, T, cu_seqlens, sequence_of, REVERSE, CHUNK)
     NEXT = direction(REVERSE)
     key = load_tokens(k + row * k_row + start * k_token + head * k_head, k_token * NEXT, live, 0, K, CHUNK, BLOCK)
     e = tl.arange(0, BLOCK)
@@ -71,17 +71,17 @@ def sum_keys(
 def divide(
     values, q, k, initial, cu_seqlens, sequence_of, sums, output, products, final,
     eps, T, H, o_row, o_token, o_head, q_row, q_token, q_head, k_row, k_token, k_head,
-    K: tl.constexpr, V: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, HAS_INITIAL: tl.constexpr,
-    CHUNK: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr, BLOCK_V: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, REVERSE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """The quotients and n for one chunk of one head; the last chunk of a sequence also stores the last z."""
     head = (tl.program_id(0) % H).to(tl.int64)
     slot = (tl.program_id(0) // H).to(tl.int64)
-    n, row, start, live, first = _place(slot, T, cu_seqlens, sequence_of, PACKED, REVERSE, CHUNK)
+    n, row, start, live, first = _place(slot, T, cu_seqlens, sequence_of, REVERSE, CHUNK)
     NEXT = direction(REVERSE)
     e = tl.arange(0, BLOCK)
-    before = _add_up(sums + head * K, first, slot, H, K, STEP, BLOCK)
-    if HAS_INITIAL:
+    before = _add_up(sums + head * K, first, slot, H, K, BLOCK)
+    if initial is not None:
         before += tl.load(initial + (n * H + head) * K + e, mask=e < K, other=0.0).to(tl.float32)
     key = load_tokens(k + row * k_row + start * k_token + head * k_head, k_token * NEXT, live, 0, K, CHUNK, BLOCK)
     key = key.to(tl.float32)
@@ -102,13 +102,13 @@ def divide(
 def differentiate_values(
     values, q, cu_seqlens, sequence_of, products, d_output, d_values, d_products, sums,
     eps, T, H, o_row, o_token, o_head, q_row, q_token, q_head, do_row, do_token, do_head,
-    K: tl.constexpr, V: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_V: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, REVERSE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """The gradients of o and n, and the sum of dn q, for one chunk of one head."""
     head = (tl.program_id(0) % H).to(tl.int64)
     slot = (tl.program_id(0) // H).to(tl.int64)
-    _, row, start, live, _ = _place(slot, T, cu_seqlens, sequence_of, PACKED, REVERSE, CHUNK)
+    _, row, start, live, _ = _place(slot, T, cu_seqlens, sequence_of, REVERSE, CHUNK)
     NEXT = direction(REVERSE)
     token = (row * T + start) * H + head
     value = load_tokens(
@@ -135,8 +135,8 @@ def differentiate_values(
 def differentiate_keys(
     q, k, initial, cu_seqlens, sequence_of, sums, d_products, d_sums, d_final, d_query, d_read, d_solved,
     d_q, d_k, d_initial, T, H, q_row, q_token, q_head, k_row, k_token, k_head,
-    K: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr,
-    UNIT: tl.constexpr, OF_KEY: tl.constexpr, CHUNK: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr,
+    K: tl.constexpr, REVERSE: tl.constexpr, UNIT: tl.constexpr, OF_KEY: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The gradients of q and k for one chunk of one head; a sequence's first chunk also stores that of the first z.
 
@@ -145,13 +145,13 @@ def differentiate_keys(
     """
     head = (tl.program_id(0) % H).to(tl.int64)
     slot = (tl.program_id(0) // H).to(tl.int64)
-    n, row, start, live, first = _place(slot, T, cu_seqlens, sequence_of, PACKED, REVERSE, CHUNK)
+    n, row, start, live, first = _place(slot, T, cu_seqlens, sequence_of, REVERSE, CHUNK)
     NEXT = direction(REVERSE)
     token = (row * T + start) * H + head
     state = (n * H + head) * K
     e = tl.arange(0, BLOCK)
-    before = _add_up(sums + head * K, first, slot, H, K, STEP, BLOCK)
-    if HAS_INITIAL:
+    before = _add_up(sums + head * K, first, slot, H, K, BLOCK)
+    if initial is not None:
         before += tl.load(initial + state + e, mask=e < K, other=0.0).to(tl.float32)
     weight = load_numbers(d_products + token, H * NEXT, live, CHUNK)
     key = load_tokens(k + row * k_row + start * k_token + head * k_head, k_token * NEXT, live, 0, K, CHUNK, BLOCK)
@@ -168,8 +168,8 @@ def differentiate_keys(
         dk = differentiate_unit(key, dk)
     if OF_KEY:
         dk += by_alpha
-    after = _add_up(d_sums + head * K, slot + 1, slot + tl.cdiv(live, CHUNK), H, K, STEP, BLOCK)
-    if HAS_FINAL:
+    after = _add_up(d_sums + head * K, slot + 1, slot + tl.cdiv(live, CHUNK), H, K, BLOCK)
+    if d_final is not None:
         after += tl.load(d_final + state + e, mask=e < K, other=0.0).to(tl.float32)
     query = load_tokens(q + row * q_row + start * q_token + head * q_head, q_token * NEXT, live, 0, K, CHUNK, BLOCK)
     query = query.to(tl.float32) * weight[:, None]
@@ -180,18 +180,20 @@ def differentiate_keys(
 
 
 def find_launch_of_chunks(
-    kernel: Any, k: Tensor, sums: Tensor, numbers: tuple[float, ...], cu_seqlens: Tensor | None, reverse: int,
-    value_dim: int = 0, **constants: int,
+    kernel: Any, k: Tensor, sums: Tensor, reverse: int, *strided: Tensor, eps: tuple[float, ...] = (),
+    value_dim: int = 0, **constants: bool,
 ) -> Prepared:  # fmt: skip
-    """The launch of a kernel for the chunks of k, of which `sums` has a row for each."""
-    key_dim = k.shape[3]
+    """The launch of a kernel for the chunks of k, of which `sums` has a row for each; it takes the strides of others.
+
+    Kernels that divide take `eps` and the width of the values, too.
+    """
+    numbers = (*eps, *k.shape[1:3], *[stride for x in strided for stride in strides(x)])
+    widths = {"K": k.shape[3], "BLOCK": block_width(k.shape[3])}
     if value_dim:
-        constants |= {"V": value_dim, "BLOCK_V": block_width(value_dim)}
-    return find_launch(
-        kernel, k.device, sums.shape[0] * k.shape[2], numbers,
-        K=key_dim, PACKED=cu_seqlens is not None, REVERSE=reverse, CHUNK=CHUNK, BLOCK=block_width(key_dim),
-        **constants, **launch_options(4 if kernel is not differentiate_keys and max(key_dim, value_dim) <= 64 else 8),
-    )  # fmt: skip
+        widths |= {"V": value_dim, "BLOCK_V": block_width(value_dim)}
+    options = launch_options(4 if kernel is not differentiate_keys and max(k.shape[3], value_dim) <= 64 else 8)
+    constants |= widths | {"REVERSE": reverse, "CHUNK": CHUNK} | options
+    return find_launch(kernel, k.device, sums.shape[0] * k.shape[2], numbers, **constants)
 
 
 def allocate_sums(k: Tensor, cu_seqlens: Tensor | None) -> Tensor:

@@ -17,17 +17,15 @@ from longseq.kernels.delta_rule.triton_delta import delta_rule, delta_rule_backw
 from longseq.kernels.devices import channels_adjacent, contiguous
 from longseq.kernels.precision import without_autocast
 from longseq.kernels.reading import Reverse, number_of
-from longseq.kernels.recursive_least_squares.reference import refresh_due
 from longseq.kernels.recursive_least_squares.triton_least_squares import (
-    count_steps,
+    find_refreshes,
     recursive_least_squares,
     recursive_least_squares_backward,
 )
-from longseq.kernels.triton_launch import borders_on, count_sequences, sequence_of_slots, strides
+from longseq.kernels.triton_launch import borders_on, count_sequences, sequence_of_slots
 from longseq.kernels.variational_linear_attention.reference import VariationalState
 from longseq.kernels.variational_linear_attention.triton_normalizer import (
     CHUNK,
-    STEP,
     allocate_sums,
     differentiate_keys,
     differentiate_values,
@@ -85,13 +83,12 @@ def variational_linear_attention(
         # normaliser, this is needed for the last z only.
         values = o if normalizer else torch.zeros_like(o)
         products, key_sums, sums = o.new_empty(o.shape[:3]), allocate_sums(k, cu_seqlens), _sums(k, cu_seqlens)
-        quotient, sequence_of = values.new_empty(values.shape, dtype=v.dtype), _sequences(k, key_sums, cu_seqlens)
-        call = k, key_sums, (*k.shape[1:3], *strides(k)), cu_seqlens, reverse
-        find_launch_of_chunks(sum_keys, *call)(k, cu_seqlens, sequence_of, key_sums)
-        numbers = eps, *k.shape[1:3], *strides(values), *strides(q), *strides(k)
-        find_launch_of_chunks(
-            divide, k, key_sums, numbers, cu_seqlens, reverse, v.shape[3], HAS_INITIAL=z is not None, STEP=STEP
-        )(values, q, k, z, cu_seqlens, sequence_of, key_sums, quotient, products, sums)
+        quotient = values.new_empty(values.shape, dtype=v.dtype)
+        call, places = (k, key_sums, reverse), (cu_seqlens, _sequences(k, key_sums, cu_seqlens))
+        find_launch_of_chunks(sum_keys, *call, k)(k, *places, key_sums)
+        find_launch_of_chunks(divide, *call, values, q, k, eps=(eps,), value_dim=v.shape[3])(
+            values, q, k, z, *places, key_sums, quotient, products, sums
+        )
         o = quotient if normalizer else o.to(v.dtype, copy=True)
     units = [*([read] if normalize_key else []), *([write] if normalize_alpha else [])]
     return o, memory, inverse, sums, [*units, alpha, values, products, key_sums, *found, *kept] if save else []
@@ -132,13 +129,12 @@ def variational_linear_attention_backward(
     found, kept = kept[:3], kept[3:]
     half = _half(d_output, normalize_key, normalize_alpha)
     with torch.cuda.device_of(q):
-        sequence_of = _sequences(k, key_sums, cu_seqlens)
+        call, places = (k, key_sums, reverse), (cu_seqlens, _sequences(k, key_sums, cu_seqlens))
         if normalizer:
             d_values, d_products, d_sums = (torch.empty_like(x) for x in (values, products, key_sums))
-            numbers = eps, *k.shape[1:3], *strides(values), *strides(q), *strides(d_output)
-            find_launch_of_chunks(differentiate_values, k, key_sums, numbers, cu_seqlens, reverse, values.shape[3])(
-                values, q, cu_seqlens, sequence_of, products, d_output, d_values, d_products, d_sums
-            )
+            find_launch_of_chunks(
+                differentiate_values, *call, values, q, d_output, eps=(eps,), value_dim=values.shape[3]
+            )(values, q, *places, products, d_output, d_values, d_products, d_sums)
         else:
             d_values, d_products, d_sums = d_output.float(), torch.zeros_like(products), torch.zeros_like(key_sums)
         strength = torch.ones_like(k[..., 0])
@@ -152,14 +148,9 @@ def variational_linear_attention_backward(
         )  # fmt: skip
         # The complete gradients: from n, the query, and both uses of the keys.
         d_q, d_k, d_z = empty_like(q), empty_like(k), _sums(k, cu_seqlens)
-        find_launch_of_chunks(
-            differentiate_keys, k, key_sums, (*k.shape[1:3], *strides(q), *strides(k)), cu_seqlens, reverse,
-            HAS_INITIAL=z is not None, HAS_FINAL=d_last is not None, UNIT=normalize_key, OF_KEY=normalize_alpha,
-            STEP=STEP,
-        )(
-            q, k, z, cu_seqlens, sequence_of, key_sums, d_products, d_sums, d_last, d_query, d_read, d_solved,
-            d_q, d_k, d_z,
-        )  # fmt: skip
+        find_launch_of_chunks(differentiate_keys, *call, q, k, UNIT=normalize_key, OF_KEY=normalize_alpha)(
+            q, k, z, *places, key_sums, d_products, d_sums, d_last, d_query, d_read, d_solved, d_q, d_k, d_z
+        )
     return d_q, d_k, d_v.to(d_output.dtype, copy=True), d_u, d_S, d_A, d_z
 
 
@@ -183,10 +174,8 @@ def variational_linear_attention_triton(
     """
     S, A, z, steps = (None,) * 4 if initial_state is None else initial_state
     cu_seqlens = borders_on(k.device, cu_seqlens)
-    seen, count, final_steps = count_steps(count, steps, cu_seqlens, reverse)
-    added = None
-    if u is not None and refresh_period:
-        added = refresh_due(seen, count, refresh_period, refresh, torch.float32)
+    period = None if u is None else refresh_period
+    added, final_steps = find_refreshes(count, steps, cu_seqlens, reverse, period, refresh)
     save = records_gradient(q, k, v, u, S, A, z)
     with without_autocast(k):
         o, *states, _ = variational_linear_attention(
