@@ -63,11 +63,6 @@ def times(x: Tensor, decay: Tensor | None) -> Tensor:
     return x if decay is None else x * decay
 
 
-def sum_to(x: Tensor, gate: Tensor) -> Tensor:
-    """x [..., C, K] in the width of a gate, 1 or K: summed over the key channels that share the gate."""
-    return x.sum(-1, keepdim=True) if gate.shape[-1] == 1 else x
-
-
 def reverse_cumsum(x: Tensor) -> Tensor:
     """Sums over the rows from each one to the last; x [..., C, D]."""
     return x.flip(-2).cumsum(-2).flip(-2)
@@ -140,22 +135,6 @@ def _decays_between(g: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     return decays, blocks.cumsum(1).exp().reshape(g.shape), decays[:, -1].reshape(g.shape)
 
 
-def decayed_products_backward(q: Tensor, k: Tensor, g: Tensor, d_products: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and g from that of `decayed_products`; what it holds above the diagonal is not read."""
-    d_diagonal = d_products.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
-    d_q, d_k, d_since, d_until = d_diagonal * k, d_diagonal * q, torch.zeros_like(g), torch.zeros_like(g)
-    spaced, size = _space_evenly(d_products), d_products.shape[-1]
-    for half, since, until in reversed(_decay_levels(g)):
-        d_cross, key, query = _below(spaced, size, half), _halves(k, half)[0] * until, _halves(q, half)[1] * since
-        d_query, d_key = torch.bmm(d_cross, key), torch.bmm(d_cross.transpose(-1, -2), query)
-        _halves(d_q, half)[1].addcmul_(d_query, since)
-        _halves(d_k, half)[0].addcmul_(d_key, until)
-        _merge_decays_backward(d_since, d_until, half)
-        _halves(d_since, half)[1].addcmul_(d_query, query)
-        _halves(d_until, half)[0].addcmul_(d_key, key)
-    return d_q, d_k, d_since
-
-
 def decayed_sums(weights: Tensor, v: Tensor, g: Tensor) -> Tensor:
     """Σ_{j<=i} w_ij v_jc exp(g_{j+1,c} + ... + g_ic); weights [m, C, C], v, g [m, C, V], C a power of two -> [m, C, V].
 
@@ -176,32 +155,10 @@ def decayed_sums(weights: Tensor, v: Tensor, g: Tensor) -> Tensor:
         value = _halves(v, half)[0] * _halves(until, half)[0]
         across = torch.bmm(_below(spaced, size, half), value)
         early, late = _halves(sums, half)
-        if _keeps_parts(since):
-            sums = torch.cat((early, torch.addcmul(late, across, _halves(since, half)[1])), 1)
-        else:
-            late.addcmul_(across, _halves(since, half)[1])
+        sums = torch.cat((early, torch.addcmul(late, across, _halves(since, half)[1])), 1)
         since, until = _merge_decays(since, until, half)
         half *= 2
     return sums.view(v.shape)
-
-
-def decayed_sums_backward(weights: Tensor, v: Tensor, g: Tensor, d_sums: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of v and g from that of `decayed_sums`.
-
-    The gradient of the weights is `decayed_products(d_sums, v, g)`.
-    """
-    d_v = weights.diagonal(dim1=-2, dim2=-1).unsqueeze(-1) * d_sums
-    d_since, d_until = torch.zeros_like(g), torch.zeros_like(g)
-    spaced, size = _space_evenly(weights), weights.shape[-1]
-    for half, since, until in reversed(_decay_levels(g)):
-        d_across, cross = _halves(d_sums, half)[1] * since, _below(spaced, size, half)
-        d_value = torch.bmm(cross.transpose(-1, -2), d_across)
-        _halves(d_v, half)[0].addcmul_(d_value, until)
-        value = _halves(v, half)[0] * until
-        _merge_decays_backward(d_since, d_until, half)
-        _halves(d_since, half)[1].addcmul_(d_across, torch.bmm(cross, value))
-        _halves(d_until, half)[0].addcmul_(d_value, value)
-    return d_v, d_since
 
 
 def _first_decays(g: Tensor) -> tuple[Tensor, Tensor]:
@@ -210,44 +167,11 @@ def _first_decays(g: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _merge_decays(since: Tensor, until: Tensor, half: int) -> tuple[Tensor, Tensor]:
-    """Turn decays within blocks of `half` rows, which are overwritten, into those within blocks of twice as many."""
+    """Turn decays within blocks of `half` rows into those within blocks of twice as many."""
     early, late = _halves(since, half)
     first, second = _halves(until, half)
     whole_early, whole_late = early.narrow(1, half - 1, 1), late.narrow(1, half - 1, 1)
-    if _keeps_parts(since):
-        return torch.cat((early, late * whole_early), 1), torch.cat((first * whole_late, second), 1)
-    first.mul_(whole_late)
-    late.mul_(whole_early)
-    return since, until
-
-
-def _keeps_parts(decays: Tensor) -> bool:
-    """Whether results are joined from new parts, where else parts of a tensor are overwritten.
-
-    In an exported graph, writing to a part takes many nodes and a scatter. A trace finds gradients by torch's autograd,
-    which needs what would be overwritten; all other forms have a backward pass of their own.
-    """
-    if torch.jit.is_scripting():
-        return decays.requires_grad
-    return is_exporting()
-
-
-def _merge_decays_backward(d_since: Tensor, d_until: Tensor, half: int) -> None:
-    """Turn gradients of the logarithms of `_merge_decays`, in place, into those of what was merged."""
-    d_early, d_late = _halves(d_since, half)
-    d_early[:, -1] += d_late.sum(1)
-    d_late[:, -1] += _halves(d_until, half)[0].sum(1)
-
-
-def _decay_levels(g: Tensor) -> list[tuple[int, Tensor, Tensor]]:
-    """For half = 1, 2, ..., C / 2: the decays since the middle of each block of 2 * half rows, and until it."""
-    since, until = _first_decays(g)
-    levels, half = [], 1
-    while half < g.shape[-2]:
-        levels.append((half, _halves(since, half)[1].clone(), _halves(until, half)[0].clone()))
-        since, until = _merge_decays(since, until, half)
-        half *= 2
-    return levels
+    return torch.cat((early, late * whole_early), 1), torch.cat((first * whole_late, second), 1)
 
 
 def _space_evenly(x: Tensor) -> Tensor:

@@ -20,27 +20,18 @@ from torch import Tensor
 
 from longseq.kernels.chunks import (
     decay_matrix,
-    decay_matrix_backward,
     decayed_products,
-    decayed_products_backward,
     decayed_sums,
-    decayed_sums_backward,
-    earlier_sum,
     export_plan,
     fit_chunk_size,
     join_chunks,
-    join_like,
     later_sum,
-    reverse_cumsum,
     scan,
     split_chunks,
-    sum_to,
     times,
 )
-from longseq.kernels.custom_op import once_differentiable
 from longseq.kernels.dispatch import is_exporting
 from longseq.kernels.linear_attention.reference import repeat_keys
-from longseq.kernels.precision import without_autocast
 from longseq.kernels.recurrence import Sequences, run_padded, run_recurrence
 
 
@@ -48,7 +39,7 @@ def linear_attention_chunk(
     q: Tensor, k: Tensor, v: Tensor, *, g: Tensor | None, g_value: Tensor | None, scale: float, chunk_size: int,
     **call: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """`linear_attention` in chunks; saves its inputs and the states between chunks for the backward."""
+    """`linear_attention` in chunks."""
     q, k = repeat_keys(q, k, v)
 
     def core(sequences: Sequences, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -70,12 +61,10 @@ class Inputs(NamedTuple):
 
 def linear_attention_core(inputs: Inputs, state: Tensor, scale: float, chunk_size: int) -> tuple[Tensor, Tensor]:
     """Output [B, T, H, V] and final state [B, H, K, V] in the state's dtype, by the form that suits the caller."""
-    arguments: tuple[Any, ...] = (*inputs, state, scale, chunk_size)
-    if torch.jit.is_tracing():
-        return _scripted(*arguments)
-    if is_exporting():
+    if is_exporting() and not torch.jit.is_tracing():
         return _exported(inputs, state, scale, chunk_size)
-    return _LinearAttention.apply(*arguments)
+    arguments: tuple[Any, ...] = (*inputs, state, scale, chunk_size)
+    return _forward(*arguments)
 
 
 def _exported(inputs: Inputs, state: Tensor, scale: float, chunk_size: int) -> tuple[Tensor, Tensor]:
@@ -96,43 +85,17 @@ def _exported(inputs: Inputs, state: Tensor, scale: float, chunk_size: int) -> t
 
 
 @torch.jit.script_if_tracing
-def _scripted(
+def _forward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, g_value: Tensor | None, state: Tensor, scale: float,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The form for torch.jit.trace: sizes and the loop stay dynamic in the traced graph."""
-    output, final, _ = _forward(Inputs(q, k, v, g, g_value), state, scale, chunk_size)
-    return output, final
-
-
-class _LinearAttention(torch.autograd.Function):
-    """The eager form. Saves its inputs and the states before each chunk; recomputes the rest."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, g, g_value, state, scale, chunk_size):
-        output, final, states = _forward(Inputs(q, k, v, g, g_value), state, scale, chunk_size)
-        ctx.scale, ctx.chunk_size = scale, fit_chunk_size(chunk_size, q.shape[1])
-        ctx.save_for_backward(q, k, v, g, g_value, states)
-        # The caller may change results in place, which autograd refuses for views.
-        return output.detach(), final.detach()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, d_output, d_final):
-        *inputs, states = ctx.saved_tensors
-        with without_autocast(d_output):
-            grads = _backward(Inputs(*inputs), states, ctx.scale, ctx.chunk_size, d_output, d_final)
-        return *grads, None, None
-
-
-def _forward(inputs: Inputs, state: Tensor, scale: float, chunk_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Output [B, T, H, V], final state [B, H, K, V]; for the backward the states before each chunk [n, M, K, V]."""
-    batch, tokens, heads, _ = inputs.q.shape
+    """The eager form, and that for torch.jit.trace: sizes and the loop stay dynamic in the traced graph."""
+    batch, tokens, heads, _ = q.shape
     chunk_size = fit_chunk_size(chunk_size, tokens)
     chunks = (tokens + chunk_size - 1) // chunk_size
-    query, inner, update, since, whole = _parts(inputs, scale, state.dtype, chunks, chunk_size)
+    query, inner, update, since, whole = _parts(Inputs(q, k, v, g, g_value), scale, state.dtype, chunks, chunk_size)
     states, final = _state_pass(state.flatten(0, 1), update, whole)
-    return join_chunks(times(query @ states, since) + inner, batch, heads, tokens), final.reshape(state.shape), states
+    return join_chunks(times(query @ states, since) + inner, batch, heads, tokens), final.reshape(state.shape)
 
 
 def _split(inputs: Inputs, scale: float, dtype: torch.dtype, chunks: int, chunk_size: int) -> Inputs:
@@ -203,74 +166,3 @@ def _state_pass(state: Tensor, update: Tensor, whole: Tensor | None) -> tuple[Te
 def _chunk_step(state: Tensor, update: Tensor, whole: Tensor) -> list[Tensor]:
     """One step of `_state_pass` in the form of the scan operator: its outputs share no memory."""
     return [torch.addcmul(update, state, whole), state.clone()]
-
-
-def _backward(
-    inputs: Inputs, states: Tensor, scale: float, chunk_size: int, d_output: Tensor, d_final: Tensor
-) -> tuple[Tensor | None, ...]:
-    """Gradients of q, k, v, g, g_value and the initial state; None for a gate that is not given."""
-    batch, tokens = d_output.shape[:2]
-    chunks = -(-tokens // chunk_size)
-    d_out = split_chunks(d_output, d_final.dtype, chunks, chunk_size).flatten(0, 1)
-    chunked = _split(inputs, scale, d_final.dtype, chunks, chunk_size)
-    flat: Any = (None if x is None else x.flatten(0, 1) for x in chunked)
-    query, key, value, gate, value_gate = flat
-    since, until, whole = _decays(gate)
-    value_since, value_until, value_whole = _decays(value_gate)
-    d_read, states = times(d_out, value_since), states.flatten(0, 1)
-    query_since, key_until, value_until_end = times(query, since), times(key, until), times(value, value_until)
-    state_decay = value_whole if whole is None else whole.mT
-    d_state, d_after = _state_pass_backward(d_final.flatten(0, 1), query_since.mT @ d_read, state_decay)
-
-    d_query = d_read @ states.mT
-    d_key = value_until_end @ d_after.mT
-    d_value = key_until @ d_after
-    d_gate: Any = None
-    if whole is not None:
-        d_gate = sum_to(reverse_cumsum(d_query * query_since).add_(earlier_sum(d_key * key_until)), gate)
-        d_gate += sum_to((states * d_after).sum(-1).unsqueeze(-2), gate) * whole
-    if value_whole is not None:
-        d_gate = reverse_cumsum(d_read * (query @ states)).add_(earlier_sum(d_value * value_until_end))
-        d_gate += (states * d_after).sum(-2, keepdim=True) * value_whole
-    into_query, into_key, into_value, into_gate = _inner_backward(query, key, value, gate, value_gate, d_out)
-
-    q, k, v, g, g_value = inputs
-    return (
-        join_like(times(d_query, since).add_(into_query).mul_(scale), q),
-        join_like(times(d_key, until).add_(into_key), k),
-        join_like(times(d_value, value_until).add_(into_value), v),
-        None if g is None else join_like(d_gate.add_(into_gate), g),
-        None if g_value is None else join_like(d_gate.add_(into_gate), g_value),
-        d_state.unflatten(0, (batch, -1)),
-    )
-
-
-def _inner_backward(
-    query: Any, key: Any, value: Any, gate: Tensor | None, value_gate: Tensor | None, d_output: Tensor
-) -> tuple[Any, ...]:
-    """Gradients of query, key, value and gate that pass through `_inner`; None for the gate if there is none."""
-    if value_gate is not None:
-        d_products = decayed_products(d_output, value, value_gate)
-        gradients = decayed_sums_backward(query @ key.mT, value, value_gate, d_output)
-        return d_products @ key, d_products.mT @ query, *gradients
-    d_products = (d_output @ value.mT).tril_()
-    if gate is not None and gate.shape[-1] > 1:
-        d_value = decayed_products(query, key, gate).mT @ d_output
-        d_query, d_key, into_gate = decayed_products_backward(query, key, gate, d_products)
-        return d_query, d_key, d_value, into_gate
-    decay = None if gate is None else decay_matrix(gate)
-    products = times((query @ key.mT).tril_(), decay)
-    d_gate = None if gate is None else decay_matrix_backward(d_products * products)
-    d_products = times(d_products, decay)
-    return d_products @ key, d_products.mT @ query, products.mT @ d_output, d_gate
-
-
-def _state_pass_backward(d_state: Tensor, d_before: Tensor, whole: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The loop backward, chunks in rows [n * M, ...]: gradients of the first state and of those after each chunk."""
-    rows = d_state.shape[0]
-    d_after = torch.empty_like(d_before)
-    for start in reversed(range(0, d_before.shape[0], rows)):
-        chunk = slice(start, start + rows)
-        d_after[chunk] = d_state
-        d_state = d_before[chunk] + (d_state if whole is None else d_state * whole[chunk])
-    return d_state, d_after
