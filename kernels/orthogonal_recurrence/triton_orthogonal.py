@@ -104,10 +104,11 @@ class _Call:
     """What both passes derive from the arguments of a call, and the launches of their kernels."""
 
     def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, g: Tensor | None, initial: Tensor,
-        cu_seqlens: Tensor | None, objective: str, unit: bool, scale: float, chunk_size: int, reverse: int,
+        self, inputs: Inputs, initial: Tensor, cu_seqlens: Tensor | None, objective: str, unit: bool, scale: float,
+        chunk_size: int, reverse: int,
     ) -> None:  # fmt: skip
-        self.inputs, self.initial, self.cu_seqlens, self.scale = Inputs(q, k, v, gamma, g), initial, cu_seqlens, scale
+        self.inputs, self.initial, self.cu_seqlens, self.scale = inputs, initial, cu_seqlens, scale
+        q, k, v, *_ = inputs
         batch, self.tokens, self.heads, self.width = v.shape
         self.columns, self.chunk = k.shape[3], min(chunk_size, self.tokens)
         self.sequences, self.is_exact = count_sequences(batch, cu_seqlens), self.chunk == 1
@@ -230,8 +231,8 @@ def orthogonal_recurrence(
 
     The final state is [B or segments, H, D, M] in float32; the list has the order of `_Call.allocate`.
     """
-    inputs, initial = [evenly(x) for x in (q, k, v, gamma, g)], initial_state.contiguous()
-    call = _Call(*inputs, initial, cu_seqlens, objective, unit, scale, chunk_size, reverse)
+    inputs, initial = Inputs._make(evenly(x) for x in (q, k, v, gamma, g)), initial_state.contiguous()
+    call = _Call(inputs, initial, cu_seqlens, objective, unit, scale, chunk_size, reverse)
     output, final, kept = call.allocate(save)
     advance = call.advance_tokens if call.is_exact else call.advance_chunks
     advance(kept, output, final, save)
@@ -252,8 +253,8 @@ def orthogonal_recurrence_backward(
     scale: float, chunk_size: int, reverse: int,
 ) -> Gradients:  # fmt: skip
     """The gradients of all inputs; that of the initial state in float32."""
-    inputs, initial = [evenly(x) for x in (q, k, v, gamma, g)], initial_state.contiguous()
-    call = _Call(*inputs, initial, cu_seqlens, objective, unit, scale, chunk_size, reverse)
+    inputs, initial = Inputs._make(evenly(x) for x in (q, k, v, gamma, g)), initial_state.contiguous()
+    call = _Call(inputs, initial, cu_seqlens, objective, unit, scale, chunk_size, reverse)
     grads = _allocate_gradients(*inputs, initial)
     differentiate = call.retreat_tokens if call.is_exact else call.differentiate_chunks
     differentiate(kept, evenly(d_output), contiguous(d_final), grads)

@@ -14,8 +14,8 @@ LOCAL = list_ops("local")
 OPS = [*list_ops(), *LOCAL]
 FORMS = [(op, backend.name) for op in OPS for backend in backends(op) if backend.name != "reference"]
 # Operations whose torch form torch differentiates; the others have a backward pass of their own.
-DIFFERENTIATED_BY_TORCH = ("convolved_features", "delta_rule", "linear_attention", "short_convolution", "slot_attention")
-DIFFERENTIATED_BY_TORCH += tuple(op for op in LOCAL if op != "longhorn_pair")
+DIFFERENTIATED_BY_TORCH = ("convolved_features", "delta_rule", "linear_attention", "short_convolution")
+DIFFERENTIATED_BY_TORCH += ("slot_attention", *(op for op in LOCAL if op != "longhorn_pair"))
 
 
 def make_call(op, backend):
