@@ -217,8 +217,8 @@ class _Call:
 
 
 def _allocate_results(*arguments: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
-    *call, save = arguments
-    output, final, kept = _Call(*call).allocate(save)
+    q, k, v, gamma, g, *others, save = arguments
+    output, final, kept = _Call(Inputs(q, k, v, gamma, g), *others).allocate(save)
     return output, final, kept if save else []
 
 
