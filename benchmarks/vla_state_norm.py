@@ -16,21 +16,11 @@ from report import add_circumstances
 from torch import Tensor
 from torch.nn import functional
 
-from longseq.kernels import (
-    delta_rule,
-    linear_attention,
-    recursive_least_squares,
-    variational_linear_attention,
-)
+from longseq.kernels import delta_rule, linear_attention, recursive_least_squares, variational_linear_attention
 
 HERE = Path(__file__).parent
-BATCH, TOKENS, HEADS, HEAD_DIM, EVERY = (
-    8,
-    1000,
-    4,
-    32,
-    10,
-)  # heads as in the paper's table 3; norms at every tenth token
+BATCH, TOKENS, EVERY = 8, 1000, 10  # norms at every tenth token
+HEADS, HEAD_DIM = 4, 32  # as in the paper's table 3
 WIDTH = HEADS * HEAD_DIM
 
 # a part of a sequence and the state before it -> the state after it, whose first tensor is the memory

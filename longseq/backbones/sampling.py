@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+PLACES = 2**24  # in [0, 1), that can be drawn
+WHOLE = 2**38  # what stands for the probability 1: times PLACES, it is an int64
 # The constants of SplitMix64, as the signed numbers that torch computes with.
 INCREMENT = 0x9E3779B97F4A7C15 - 2**64
 _MULTIPLIERS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
@@ -17,7 +19,7 @@ class Sampling:
     """How a token is drawn.
 
     temperature: divides the scores; 0 takes the best token.
-    top_k: the k best tokens are kept; None: all.
+    top_k: the k best tokens are kept, and those as good as the last of them; None: all.
     top_p: the fewest tokens are kept whose probabilities reach p; None: all.
     repetition_penalty: of tokens that were read or written before, scores above 0 are divided by it and others
         multiplied, before all else; 1 changes nothing.
@@ -51,7 +53,7 @@ class TokenSampler:
     A row's counter is advanced and hashed to a place in [0, 1), by SplitMix64 (Steele et al., Fast Splittable
     Pseudorandom Number Generators, 2014, figure 16, with Stafford's variant 13 as its mixing function). The token is
     the one at which the running sum of the probabilities passes the place. Rows whose scores are no distribution (NaN
-    or infinite) give the token 0. Arithmetic is float32, or float64 for float64.
+    or infinite) give the token 0. Probabilities are float32, or float64 for float64, and their sums are exact.
 
     Args:
         sampling: how a token is drawn.
@@ -93,7 +95,7 @@ def random_places(counters: Tensor) -> Tensor:
     for shift, multiplier in zip((30, 27), _MULTIPLIERS, strict=True):
         counters = (counters ^ _shift(counters, shift)) * multiplier
     counters = counters ^ _shift(counters, 31)
-    return _shift(counters, 40).float() * 2.0**-24
+    return _shift(counters, 40).float() / PLACES
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
@@ -118,24 +120,24 @@ def choose_tokens(
     if temperature == 0:
         best, token = scores.max(dim=-1)
         return torch.where(best.isfinite(), token, -1)
-    tokens = None
     if top_k is not None and top_k < scores.shape[-1]:
-        scores, tokens = scores.topk(top_k, dim=-1)
-    elif top_p is not None:
+        scores = scores.masked_fill(scores < scores.topk(top_k, dim=-1).values[:, -1:], -torch.inf)
+    tokens = None
+    if top_p is not None:
         scores, tokens = scores.sort(dim=-1, descending=True, stable=True)
     probabilities = (scores / temperature).softmax(dim=-1)
+    # Whole numbers have the same sums in every order; GPUs add up one row in another order than several.
+    weights = (probabilities.nan_to_num() * WHOLE).long()
+    reached = weights.cumsum(dim=-1)
     if top_p is not None:
         # A token is kept while those before it have not reached p, so that the best one always is.
-        before = probabilities.cumsum(dim=-1) - probabilities
-        probabilities = probabilities.masked_fill(before >= top_p, 0.0)
-    reached = probabilities.cumsum(dim=-1)
+        weights = weights.masked_fill(reached - weights >= top_p * reached[:, -1:], 0)
+        reached = weights.cumsum(dim=-1)
     total = reached[:, -1:]
-    drawn = torch.searchsorted(reached, places.to(reached.dtype)[:, None] * total, right=True)
-    # Sums in parallel are not monotonous to the last bit: a place may fall on a token of probability 0, or behind all.
-    drawn = drawn.clamp_max(scores.shape[-1] - 1)
-    drawn = torch.where(probabilities.gather(1, drawn) > 0, drawn, probabilities.argmax(dim=-1, keepdim=True))
+    place = ((places * PLACES).long()[:, None] * total // PLACES).clamp_max(total - 1)
+    drawn = torch.searchsorted(reached, place, right=True)
     token = drawn if tokens is None else tokens.gather(1, drawn)
-    return torch.where(total.isfinite(), token, -1).squeeze(1)
+    return torch.where(probabilities[:, :1].isfinite(), token, -1).squeeze(1)
 
 
 def _widen(scores: Tensor) -> Tensor:

@@ -140,6 +140,8 @@ def test_a_graph_draws_what_is_drawn_without_it(options: dict[str, Any]) -> None
         graph.replay()
         replayed.append(token.tolist())
     assert replayed == draw(make(), every)
+    alone = TokenSampler(sampling, seeds[:1], seen=torch.zeros(1, 50_257, dtype=torch.bool, device="cuda"))
+    assert [tokens[:1] for tokens in replayed] == draw(alone, [one[:1] for one in every])
     on_cpu = TokenSampler(sampling, seeds.cpu(), seen=torch.zeros(64, 50_257, dtype=torch.bool))
     same = sum(a == b for gpu, cpu in zip(replayed, draw(on_cpu, [one.cpu() for one in every]), strict=True)
                for a, b in zip(gpu, cpu, strict=True))  # fmt: skip
