@@ -51,13 +51,6 @@ def join_chunks(x: Tensor, batch: int, heads: int, tokens: int) -> Tensor:
     return x.reshape(batch, chunks * chunk_size, heads, width)[:, :tokens]
 
 
-def join_like(x: Tensor, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """[n * B * H, C, D] -> the shape of `like`, [B, T, H, D] or [B, T, H], and its dtype, if no other is given."""
-    batch, tokens, heads = like.shape[:3]
-    x = join_chunks(x.unflatten(0, (-1, batch * heads)), batch, heads, tokens)
-    return x.reshape(like.shape).to(dtype or like.dtype)
-
-
 def times(x: Tensor, decay: Tensor | None) -> Tensor:
     """x ⊙ decay, where no decay is a decay of one."""
     return x if decay is None else x * decay

@@ -121,11 +121,6 @@ def _read_out(parts: _Parts, states: Tensor, u: Tensor) -> Tensor:
     return output if nv is None else output + nv
 
 
-def _gate_rows(g: Tensor | None) -> Tensor | None:
-    """The gate as [B, T, H, 1 or K]."""
-    return g.unsqueeze(-1) if g is not None and g.dim() == 3 else g
-
-
 def _make_parts(inputs: Inputs, scale: float, before: bool, dtype: torch.dtype, chunks: int, chunk_size: int) -> _Parts:
     q, k, v, beta, write_key, value_key, g = inputs  # TorchScript narrows the types of variables only
     query = split_chunks(q, dtype, chunks, chunk_size)
@@ -134,8 +129,9 @@ def _make_parts(inputs: Inputs, scale: float, before: bool, dtype: torch.dtype, 
     write = key if write_key is None else split_chunks(write_key, dtype, chunks, chunk_size)
     if beta is not None:
         write = write * split_chunks(beta.unsqueeze(-1), dtype, chunks, chunk_size)
-    rows = _gate_rows(g)
-    gate = None if rows is None else split_chunks(rows, dtype, chunks, chunk_size)
+    if g is not None and g.dim() == 3:
+        g = g.unsqueeze(-1)
+    gate = None if g is None else split_chunks(g, dtype, chunks, chunk_size)
     between = None if gate is None or gate.shape[-1] > 1 else decay_matrix(gate)
     since, since_read, until, whole = _decays(gate, before)
     inverse = unit_lower_inverse(_strict_pairs(key, write, gate, between, before).flatten(0, 1))

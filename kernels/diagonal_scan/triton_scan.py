@@ -184,15 +184,20 @@ def _summarize(
     return products, ends
 
 
-def allocate(
+def _allocate(
     x: Tensor, rate: Tensor, key: Tensor, query: Tensor, A: Tensor | None, initial_state: Tensor | None,
     cu_seqlens: Tensor | None, reverse: int, save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Empty tensors for the output, the final state and the checkpoints."""
+    final = _allocate_states(x, next_power_of_2(key.shape[2]), count_sequences(x.shape[0], cu_seqlens))
+    return x.new_empty(x.shape), final, allocate_checkpoints(x, key, cu_seqlens, save)
+
+
+def allocate_checkpoints(x: Tensor, key: Tensor, cu_seqlens: Tensor | None, save: bool) -> Tensor:
+    """An empty tensor for the states before every CHECKPOINT-th token; without `save`, for none."""
     batch, tokens, _ = x.shape
-    width, sequences = next_power_of_2(key.shape[2]), count_sequences(batch, cu_seqlens)
     slots = count_slots(batch, tokens, CHECKPOINT, cu_seqlens) if save else 0
-    return x.new_empty(x.shape), _allocate_states(x, width, sequences), _allocate_states(x, width, slots)
+    return _allocate_states(x, next_power_of_2(key.shape[2]), slots)
 
 
 def _allocate_states(x: Tensor, width: int, count: int) -> Tensor:
@@ -200,7 +205,7 @@ def _allocate_states(x: Tensor, width: int, count: int) -> Tensor:
     return x.new_empty((count, width, x.shape[2]), dtype=torch.float32)
 
 
-@custom_op("diagonal_scan", allocate)
+@custom_op("diagonal_scan", _allocate)
 def diagonal_scan(
     x: Tensor, rate: Tensor, key: Tensor, query: Tensor, A: Tensor | None, initial_state: Tensor | None,
     cu_seqlens: Tensor | None, reverse: int, save: bool,
@@ -211,7 +216,7 @@ def diagonal_scan(
     D]. Returns o [B, T, D] in x's type, the final state, and the checkpoints that the backward pass needs (empty
     without `save`).
     """
-    output, final, checkpoints = allocate(x, rate, key, query, A, initial_state, cu_seqlens, reverse, save)
+    output, final, checkpoints = _allocate(x, rate, key, query, A, initial_state, cu_seqlens, reverse, save)
     x, rate, key, query = (channels_adjacent(tensor) for tensor in (x, rate, key, query))
     A, initial_state = contiguous(A), contiguous(initial_state)
     if final.numel():

@@ -63,8 +63,7 @@ def linear_attention_core(inputs: Inputs, state: Tensor, scale: float, chunk_siz
     """Output [B, T, H, V] and final state [B, H, K, V] in the state's dtype, by the form that suits the caller."""
     if is_exporting() and not torch.jit.is_tracing():
         return _exported(inputs, state, scale, chunk_size)
-    arguments: tuple[Any, ...] = (*inputs, state, scale, chunk_size)
-    return _forward(*arguments)
+    return _forward(*inputs, state, scale, chunk_size)
 
 
 def _exported(inputs: Inputs, state: Tensor, scale: float, chunk_size: int) -> tuple[Tensor, Tensor]:
@@ -98,21 +97,6 @@ def _forward(
     return join_chunks(times(query @ states, since) + inner, batch, heads, tokens), final.reshape(state.shape)
 
 
-def _split(inputs: Inputs, scale: float, dtype: torch.dtype, chunks: int, chunk_size: int) -> Inputs:
-    """Chunked q times scale, k, v [n, M, C, K or V], gate [n, M, C, 1 or K] and value gate [n, M, C, V]."""
-    q, k, v, g, g_value = inputs  # TorchScript narrows the types of variables only
-    if g is not None and g.dim() == 3:
-        g = g.unsqueeze(-1)
-    query = split_chunks(q, dtype, chunks, chunk_size)
-    return Inputs(
-        query if scale == 1.0 else query * scale,
-        split_chunks(k, dtype, chunks, chunk_size),
-        split_chunks(v, dtype, chunks, chunk_size),
-        None if g is None else split_chunks(g, dtype, chunks, chunk_size),
-        None if g_value is None else split_chunks(g_value, dtype, chunks, chunk_size),
-    )
-
-
 def _parts(
     inputs: Inputs, scale: float, dtype: torch.dtype, chunks: int, chunk_size: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
@@ -122,7 +106,14 @@ def _parts(
     update of the state by each chunk [n, M, K, V]; `since`, None unless the values have a gate; and the decay over each
     chunk, in the layout of the state.
     """
-    query, key, value, gate, value_gate = _split(inputs, scale, dtype, chunks, chunk_size)
+    q, k, v, g, g_value = inputs  # TorchScript narrows the types of variables only
+    query = split_chunks(q, dtype, chunks, chunk_size)
+    query = query if scale == 1.0 else query * scale
+    key, value = split_chunks(k, dtype, chunks, chunk_size), split_chunks(v, dtype, chunks, chunk_size)
+    if g is not None and g.dim() == 3:
+        g = g.unsqueeze(-1)
+    gate = None if g is None else split_chunks(g, dtype, chunks, chunk_size)
+    value_gate = None if g_value is None else split_chunks(g_value, dtype, chunks, chunk_size)
     inner = _inner(query, key, value, gate, value_gate)
     since, until, whole = _decays(gate)
     value_since, value_until, value_whole = _decays(value_gate)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from longseq.kernels.custom_op import Gradients, custom_op, records_gradient
-from longseq.kernels.diagonal_scan.triton_scan import allocate, diagonal_scan, differentiate_scan
+from longseq.kernels.diagonal_scan.triton_scan import allocate_checkpoints, diagonal_scan, differentiate_scan
 from longseq.kernels.longhorn_pair.triton_rates import add_ranks, differentiate_rates, find_rates
 from longseq.kernels.precision import without_autocast
 from longseq.kernels.reading import number_of
@@ -45,7 +45,7 @@ def _allocate(
         projected.new_empty((*readings, width)),
         rates,
         scanned,
-        allocate(x, x, key, key, None, None, None, BOTH_WAYS, save)[2],
+        allocate_checkpoints(x, key, None, save),
     )
 
 

@@ -23,7 +23,6 @@ from longseq.kernels.chunks import (
     decay_matrix,
     decay_matrix_backward,
     join_chunks,
-    join_like,
     reverse_cumsum,
     scan,
     split_chunks,
@@ -167,13 +166,19 @@ def _backward(
     if g is not None and chunk_size == 1:
         d_gate = d_gate * xs[4]
     return (
-        join_like(d_q.mul_(scale).flatten(0, 1), q),
-        join_like(d_k.flatten(0, 1), k),
-        join_like(d_v.flatten(0, 1), v),
-        join_like(d_gamma.flatten(0, 1), gamma),
-        None if g is None else join_like(d_gate.flatten(0, 1), g),
+        _join_like(d_q.mul_(scale), q),
+        _join_like(d_k, k),
+        _join_like(d_v, v),
+        _join_like(d_gamma, gamma),
+        None if g is None else _join_like(d_gate, g),
         d_state.unflatten(0, (q.shape[0], -1)),
     )
+
+
+def _join_like(x: Tensor, like: Tensor) -> Tensor:
+    """[n, B * H, C, D] -> the shape and type of `like`, [B, T, H, D] or [B, T, H]."""
+    batch, tokens, heads = like.shape[:3]
+    return join_chunks(x, batch, heads, tokens).reshape(like.shape).to(like.dtype)
 
 
 def _forms(chunk_size: int) -> tuple[Callable[..., tuple[Tensor, Tensor, list[Tensor]]], Callable[..., list[Any]]]:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-PLACES = 2**24  # in [0, 1), that can be drawn
-WHOLE = 2**38  # what stands for the probability 1: times PLACES, it is an int64
+PLACES = 2**24  # places in [0, 1) are multiples of 1 / PLACES, which float32 holds exactly
+WHOLE = 2**38  # the weight of the probability 1; WHOLE * PLACES fits into int64
 # The constants of SplitMix64, as the signed numbers that torch computes with.
-INCREMENT = 0x9E3779B97F4A7C15 - 2**64
+_INCREMENT = 0x9E3779B97F4A7C15 - 2**64
 _MULTIPLIERS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
 
 
@@ -53,7 +53,8 @@ class TokenSampler:
     A row's counter is advanced and hashed to a place in [0, 1), by SplitMix64 (Steele et al., Fast Splittable
     Pseudorandom Number Generators, 2014, figure 16, with Stafford's variant 13 as its mixing function). The token is
     the one at which the running sum of the probabilities passes the place. Rows whose scores are no distribution (NaN
-    or infinite) give the token 0. Probabilities are float32, or float64 for float64, and their sums are exact.
+    or infinite) give the token 0. Probabilities have the precision of the scores, at least float32, and are added up
+    exactly.
 
     Args:
         sampling: how a token is drawn.
@@ -65,12 +66,12 @@ class TokenSampler:
     def __init__(self, sampling: Sampling, seeds: Tensor, *, drawn: int = 0, seen: Tensor | None = None) -> None:
         self.sampling = sampling
         self.seen = seen if sampling.repetition_penalty != 1 else None
-        self._counter = seeds + ((drawn * INCREMENT + 2**63) % 2**64 - 2**63)
+        self._counter = seeds + ((drawn * _INCREMENT + 2**63) % 2**64 - 2**63)
         self._valid = torch.ones_like(seeds, dtype=torch.bool)
 
     def __call__(self, scores: Tensor) -> Tensor:
         sampling = self.sampling
-        self._counter.add_(INCREMENT)
+        self._counter.add_(_INCREMENT)
         if self.seen is not None:
             scores = penalize(scores, self.seen, sampling.repetition_penalty)
         places = random_places(self._counter)
@@ -126,7 +127,7 @@ def choose_tokens(
     if top_p is not None:
         scores, tokens = scores.sort(dim=-1, descending=True, stable=True)
     probabilities = (scores / temperature).softmax(dim=-1)
-    # Whole numbers have the same sums in every order; GPUs add up one row in another order than several.
+    # Sums of integers do not depend on their order; torch's cumsum of floats on CUDA differs from run to run.
     weights = (probabilities.nan_to_num() * WHOLE).long()
     reached = weights.cumsum(dim=-1)
     if top_p is not None:

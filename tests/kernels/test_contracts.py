@@ -8,6 +8,7 @@ import pytest
 import torch
 from cases import cases
 from kernel_inputs import (
+    DIFFERENTIATED_BY_TORCH,
     Inputs,
     assert_accurate,
     assert_equal_up_to_rounding,
@@ -28,8 +29,6 @@ from longseq.kernels.recurrence import each
 CASES = [(op, variant) for op in list_ops() for variant in list_variants(op)]
 FORMS = [(op, backend) for op in list_ops() for backend in list_forms(op)]
 BACKENDS = FORMS + [(op, "reference") for op in list_ops()]
-# Operations whose torch form torch differentiates.
-TWICE_DIFFERENTIABLE = ("convolved_features", "delta_rule", "linear_attention", "short_convolution", "slot_attention")
 CHUNKED = [op for op in list_ops() if takes_chunk_size(op)]
 
 DRAWS = range(10)  # of shapes and variants, for each operation and backend
@@ -110,7 +109,7 @@ def test_second_derivatives_are_right_or_refused(op, backend):
         loss = sum(x.square().sum() for x in first if x is not None and x.requires_grad) + output.square().sum()
         return torch.autograd.grad(loss, tensors, allow_unused=True)
 
-    if op not in TWICE_DIFFERENTIABLE and backend != "reference":
+    if op not in DIFFERENTIATED_BY_TORCH and backend != "reference":
         with pytest.raises(RuntimeError, match="has no second derivative"):
             penalise(backend)
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_inputs import make_inputs, results
+from kernel_inputs import DIFFERENTIATED_BY_TORCH, make_inputs, results
 from torch.autograd import forward_ad
 
 from longseq.kernels import list_ops
@@ -13,9 +13,7 @@ from longseq.kernels.dispatch import backends
 LOCAL = list_ops("local")
 OPS = [*list_ops(), *LOCAL]
 FORMS = [(op, backend.name) for op in OPS for backend in backends(op) if backend.name != "reference"]
-# Operations whose torch form torch differentiates; the others have a backward pass of their own.
-DIFFERENTIATED_BY_TORCH = ("convolved_features", "delta_rule", "linear_attention", "short_convolution")
-DIFFERENTIATED_BY_TORCH += ("slot_attention", *(op for op in LOCAL if op != "longhorn_pair"))
+DIFFERENTIATED = (*DIFFERENTIATED_BY_TORCH, *(op for op in LOCAL if op != "longhorn_pair"))
 
 
 def make_call(op, backend):
@@ -49,7 +47,7 @@ def test_derivatives_are_right_or_refused(interpreted, op, backend):
         try:
             found = transform(call, x)
         except (RuntimeError, NotImplementedError):
-            assert backend == "triton" or op not in DIFFERENTIATED_BY_TORCH
+            assert backend == "triton" or op not in DIFFERENTIATED
             continue
         expected = transform(make_call(op, "reference" if op in list_ops() else "torch")[0], x)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
@@ -64,7 +62,7 @@ def test_a_batch_of_calls_is_right_or_refused(interpreted, op, backend):
     try:
         found = torch.func.vmap(call)(batch)
     except RuntimeError:
-        assert backend == "triton" or op not in DIFFERENTIATED_BY_TORCH
+        assert backend == "triton" or op not in DIFFERENTIATED
         return
     torch.testing.assert_close(found, torch.stack([call(x) for x in batch]))
 

@@ -18,6 +18,14 @@ from longseq.kernels.self_test_inputs import CONVOLUTIONS, InputSampler, convolv
 
 __all__ = ["convolved_features", "gradients", "results"]
 
+# Operations over time whose torch form torch differentiates; the others have a backward pass of their own.
+DIFFERENTIATED_BY_TORCH = (
+    "convolved_features",
+    "delta_rule",
+    "linear_attention",
+    "short_convolution",
+    "slot_attention",
+)
 # Variants of the tests: each is a variant of the self-test with other values, tensors or options.
 VARIANTS: dict[str, tuple[str, ...]] = {
     "add_norm": ("bias", "centred"),
