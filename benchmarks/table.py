@@ -181,24 +181,26 @@ def language_models() -> str:
 def compared() -> str:
     """Language models of one budget, each at the best of its learning rates; those with the fewest bits on prose first.
 
-    The fastest row ends between two validations of the others, whose loss there is interpolated.
+    The fastest row ends between two validations of the others, whose loss there is interpolated. A row that shared its GPU
+    has no seconds and no speed.
     """
     prose = read("text_prose")
     python = {row["model"]: row for row in read("text_python")["rows"]} if "text_python" in list_tables() else {}
-    end = min(row["curve_val/loss"][-1][1] for row in prose["rows"])
+    end = min(row["curve_val/loss"][-1][1] for row in prose["rows"] if "seconds" in row)
     lines = []
     for row in sorted(prose["rows"], key=bits):
         other = python.get(row["model"])
         _, seconds, losses = zip(*row["curve_val/loss"], strict=True)
+        alone = "seconds" in row
         lines.append(
             [
                 name_of(row, prose["kind"], row["model"], "text_prose"),
                 f"{row['learning_rate']:g}",
-                f"{bits(row):.3f}",
-                f"{bits(other):.3f}" if other else "",
-                f"{np.interp(end, seconds, losses):.3f}",
+                mean(row["test_bits_per_byte"]),
+                mean(other["test_bits_per_byte"]) if other else "",
+                f"{np.interp(end, seconds, losses):.3f}" if alone else "",
                 row["tried_val/loss"],
-                *(f"{row[key]:,}" for key in ("state", "flops_per_token", "tokens_per_second")),
+                *(f"{row[key]:,}" if key in row else "" for key in ("state", "flops_per_token", "tokens_per_second")),
             ]
         )
     heading = ["mixer", "rate", "bits per byte, prose", "Python", "validation loss when the fastest row ends"]
