@@ -181,8 +181,8 @@ def language_models() -> str:
 def compared() -> str:
     """Language models of one budget, each at the best of its learning rates; those with the fewest bits on prose first.
 
-    The fastest row ends between two validations of the others, whose loss there is interpolated. A row that shared its GPU
-    has no seconds and no speed.
+    The fastest row ends between two validations of the others, whose loss there is interpolated. A row that shared its
+    GPU has no speed.
     """
     prose = read("text_prose")
     python = {row["model"]: row for row in read("text_python")["rows"]} if "text_python" in list_tables() else {}
