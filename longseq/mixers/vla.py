@@ -61,8 +61,8 @@ class VLA(Mixer[VLAState]):
         normalize_key, normalize_alpha: the divisions by ‖φ(k)‖ and ‖A k̂‖ (ablations). Without them the memory is
             unstable, as the paper reports of its second version.
         normalizer: the division by zᵀ φ(q), by which the output shrinks as 1 / t (an ablation). In the paper's recall
-            task, VLA fails with it above 8 pairs: for 16 pairs the accuracy is 0.10, and 0.90 without it. The loss of
-            small language models per byte is 2.26 with it and 1.95 without (benchmarks/README.md).
+            task, VLA fails with it above 8 pairs: for 16 pairs the accuracy is 0.10, and 0.90 without it. A small
+            language model of bytes has a loss of 2.26 nats with it and 1.95 without (benchmarks/README.md).
 
     Source: Variational Linear Attention (Pandey and Singh, 2026), Algorithm 1.
     """
